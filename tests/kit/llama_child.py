@@ -23,8 +23,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --- records -----------------------------------------------------------------------------------------------------------
-
 @dataclass(frozen=True, kw_only=True)
 class LlamaOptions:
     """Model and context parameters, llama.cpp's names; `repack` is its `use_extra_bufts`."""
@@ -90,8 +88,6 @@ class LlamaChildError(RuntimeError):
     """The child failed or timed out; the message ends with its last lines on stderr."""
 
 
-# --- parent ------------------------------------------------------------------------------------------------------------
-
 def run_llama(job: LlamaJob, *, timeout: float = 120, env: dict[str, str] | None = None) -> LlamaResult:
     """Run one job in a child process and return what it wrote; quantised caches are not rotated. Raises LlamaChildError."""
     with tempfile.TemporaryDirectory(prefix="llama-child-") as folder:
@@ -128,8 +124,6 @@ def _write_result(path: str, result: LlamaResult) -> None:
     arrays |= {f"logits{i}": rows for i, rows in enumerate(result.logits)}
     np.savez(path, index=np.frombuffer(index.encode(), np.uint8), greedy_gaps=result.greedy_gaps, **arrays)
 
-
-# --- child: ggml tensors -----------------------------------------------------------------------------------------------
 
 class _Tensor(ctypes.Structure):
     """The head of struct ggml_tensor, up to its sources (ggml.h of 0.15 to 0.25)."""
@@ -230,8 +224,6 @@ class Recorder:
 def _name(address: int) -> str:
     return _ggml().ggml_get_name(address).decode()
 
-
-# --- child: model and context ------------------------------------------------------------------------------------------
 
 class Llama:
     """A model, and a context on it, over llama.cpp's low-level API. Only for child processes; close() frees both."""

@@ -1,0 +1,21 @@
+"""Shared test kit: distances, files as float64 arrays, greedy text under the near-tie rule, children, dirty memory.
+
+Reads files with gguf-py's own reader and dequantiser, never with ours, so that a test has a second opinion.
+"""
+
+from .distance import assert_same_greedy, max_abs, nmse, top2_gap
+from .files import read_arrays, read_metadata, reference_of, write_gguf
+from .process import run_python, run_qgraph
+
+__all__ = [
+    "assert_same_greedy",
+    "max_abs",
+    "nmse",
+    "read_arrays",
+    "read_metadata",
+    "reference_of",
+    "run_python",
+    "run_qgraph",
+    "top2_gap",
+    "write_gguf",
+]
