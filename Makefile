@@ -1,0 +1,67 @@
+# The verbs of this repository; `make help` lists them.
+# Needs python3 (3.10 or newer, with venv and headers), g++, make and git; everything else is installed into .venv.
+
+.DEFAULT_GOAL := help
+.PHONY: help run setup test parity bench fuzz lint clean
+
+PYTHON ?= python3
+PY     := .venv/bin/python
+PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*)
+
+PROMPT      ?= To be, or not to be
+PYTEST_ARGS ?= -q
+BENCH_ARGS  ?=
+
+help: ## list the verbs
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+run: .venv/installed ## install, then let the embedded model go on from PROMPT="…"
+	$(PY) -m qwen3next_ggml run -p "$(PROMPT)" -n 96
+
+setup: .venv/installed-test ## install with everything the tests need (builds llama-cpp-python once, about 6 minutes)
+
+test: .venv/installed-test ## run the whole suite, once over each libggml
+	@status=0; \
+	for provider in ggml_python llama_cpp; do \
+		echo "== tests over $$provider"; \
+		QGRAPH_GGML=$$provider $(PY) -m pytest $(PYTEST_ARGS) --junitxml=.venv/report-$$provider.xml tests || status=1; \
+	done; exit $$status
+
+parity: .venv/installed-test ## compare every node and the text with llama.cpp, same libggml on both sides
+	QGRAPH_GGML=llama_cpp $(PY) -m pytest $(PYTEST_ARGS) tests/test_against_llama.py
+
+bench: .venv/installed-test ## measure against llama.cpp on the embedded model, interleaved; BENCH_ARGS="-m file.gguf …"
+	$(PY) -m benchmarks.vs_llama $(BENCH_ARGS)
+
+fuzz: .venv/installed-test ## run the property tests with many more examples
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest $(PYTEST_ARGS) -m hypothesis tests
+
+lint: .venv/installed-lint ## check the style of the Python files
+	$(PY) -m ruff check .
+
+clean: ## remove .venv and everything built
+	rm -rf .venv build dist .pytest_cache .hypothesis
+
+.venv/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "python3 is $$($(PYTHON) -V), 3.10 or newer is needed: make PYTHON=python3.11 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' \
+		|| { echo "python3 has no venv: apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' \
+		|| { echo "Python.h is missing: apt-get install python3-dev" >&2; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { echo "no C++ compiler: apt-get install g++" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/installed: .venv/made $(NATIVE)
+	$(PIP) install -q -e .
+	@touch $@
+
+.venv/installed-test: .venv/made $(NATIVE)
+	$(PIP) install -q -e '.[test,parity]'
+	@touch .venv/installed $@
+
+.venv/installed-lint: .venv/made
+	$(PIP) install -q ruff
+	@touch $@
