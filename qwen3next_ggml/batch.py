@@ -1,0 +1,95 @@
+"""Cut what a caller hands in into ubatches a graph can run (level 2).
+
+A ubatch holds equally many tokens of each of its sequences, sequence after sequence, because recurrent layers
+see it as [n_seq_tokens, n_seqs]. Knows nothing about models, memory or graphs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import OptionError
+
+WANTS = ("last", "all", "none")
+
+
+@dataclass(frozen=True, eq=False)
+class UBatch:
+    """One graph run: tokens of `n_seqs` sequences, `n_seq_tokens` each, sequence-major.
+
+    `out_rows` are the rows of this ubatch whose logits are wanted, ascending; `out_slots` says, for each of them,
+    which sequence and which of its wanted rows it is.
+    """
+
+    tokens: np.ndarray
+    pos: np.ndarray
+    seqs: tuple[int, ...]
+    n_seq_tokens: int
+    out_rows: np.ndarray
+    out_slots: tuple[tuple[int, int], ...]
+
+    @property
+    def n_seqs(self) -> int:
+        return len(self.seqs)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def seq_of_row(self) -> np.ndarray:
+        return np.repeat(np.asarray(self.seqs, np.int32), self.n_seq_tokens)
+
+
+def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
+    """Return `tokens` as int32, or raise OptionError naming the first one outside the vocabulary."""
+    out = np.asarray(tokens)
+    if out.ndim != 1 or out.size == 0:
+        raise OptionError(f"sequence {seq}: expected a non-empty list of token ids, got shape {out.shape}")
+    if out.dtype.kind not in "iu":
+        raise OptionError(f"sequence {seq}: token ids must be integers, got {out.dtype}")
+    bad = np.flatnonzero((out < 0) | (out >= n_vocab))
+    if bad.size:
+        raise OptionError(f"sequence {seq}: token {out[bad[0]]} at index {bad[0]} is outside the vocabulary of {n_vocab}")
+    return out.astype(np.int32, copy=False)
+
+
+def split_equal(
+    tokens: Mapping[int, np.ndarray], n_past: Mapping[int, int], *, want: str, n_ubatch: int, max_seq_tokens: int | None = None
+) -> list[UBatch]:
+    """Cut `tokens` (sequence → ids) into ubatches of at most `n_ubatch` tokens.
+
+    Sequences advance side by side until the shortest ends, as llama.cpp's `split_equal` does. `want` is "last",
+    "all" or "none"; `max_seq_tokens` caps a sequence's share of one ubatch.
+    """
+    if want not in WANTS:
+        raise OptionError(f"logits must be one of {', '.join(WANTS)}, got {want!r}")
+    done = dict.fromkeys(sorted(tokens), 0)
+    ubatches = []
+    while active := [s for s in done if done[s] < len(tokens[s])][:n_ubatch]:
+        n = min(min(len(tokens[s]) - done[s] for s in active), n_ubatch // len(active), max_seq_tokens or n_ubatch)
+        ubatches.append(_take(tokens, n_past, done, active, n, want))
+        for s in active:
+            done[s] += n
+    return ubatches
+
+
+def _take(tokens, n_past, done, seqs, n, want) -> UBatch:
+    rows, slots = [], []
+    for i, s in enumerate(seqs):
+        start, length = done[s], len(tokens[s])
+        if want == "all":
+            rows += range(i * n, (i + 1) * n)
+            slots += [(s, start + t) for t in range(n)]
+        elif want == "last" and start + n == length:
+            rows.append((i + 1) * n - 1)
+            slots.append((s, 0))
+    return UBatch(
+        tokens=np.concatenate([tokens[s][done[s] : done[s] + n] for s in seqs]),
+        pos=np.concatenate([np.arange(n_past[s] + done[s], n_past[s] + done[s] + n, dtype=np.int32) for s in seqs]),
+        seqs=tuple(seqs),
+        n_seq_tokens=n,
+        out_rows=np.asarray(rows, np.int32),
+        out_slots=tuple(slots),
+    )

@@ -1,0 +1,109 @@
+"""Run built graphs: on one device through an allocator, on several through a scheduler (level 7).
+
+Knows tensors and devices; knows no model, memory or text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import ggml
+
+
+@dataclass(eq=False)
+class Built:
+    """One graph that can be run again and again.
+
+    `inputs` are the inputs the graph reads; `logits` [n_vocab, n_outputs] is None where no row is wanted; `kept`
+    holds captured nodes by (name, occurrence); `device_of` says which device a node belongs to where there are several.
+    """
+
+    ctx: ggml.Context
+    graph: ggml.Graph
+    inputs: Mapping[str, ggml.Tensor]
+    logits: ggml.Tensor | None
+    kept: Mapping[tuple[str, int], tuple[ggml.Tensor, ggml.Tensor]] = field(default_factory=dict)
+    device_of: Mapping[ggml.Tensor, int] = field(default_factory=dict)
+    step: ggml.Step | None = None
+
+    def close(self) -> None:
+        """Free the graph's tensor structs."""
+        self.ctx.close()
+
+
+class OneDevice:
+    """Run graphs on one backend; one compute buffer serves all of them."""
+
+    def __init__(self, backend: ggml.Backend):
+        self.backend = backend
+        self._allocator = ggml.GraphAllocator([backend.device.buffer_type()])
+
+    def reserve(self, built: Built) -> None:
+        """Size the compute buffer for `built`."""
+        self._allocator.reserve(built.graph)
+
+    def place(self, built: Built) -> bool:
+        """Give `built` its memory; True means the buffer moved and every graph placed before is void."""
+        grew = self._allocator.alloc(built.graph)
+        inputs = {name: x for name, x in built.inputs.items() if x.data}
+        built.inputs = inputs
+        outputs = [] if built.logits is None else [built.logits]
+        built.step = ggml.Step(self.backend, built.graph, list(inputs.values()), outputs)
+        return grew
+
+    def run(self, built: Built, values: Mapping[str, np.ndarray], out: np.ndarray | None) -> None:
+        """Fill the inputs from `values`, compute, and fetch the logits into `out` [n_outputs, n_vocab]."""
+        built.step.run([values[name] for name in built.inputs], [] if out is None else [out])
+
+    @property
+    def nbytes(self) -> int:
+        return self._allocator.size
+
+    def close(self) -> None:
+        """Free the compute buffer and the backend."""
+        self._allocator.close()
+        self.backend.close()
+
+
+class ManyDevices:
+    """Run graphs over several backends; every node is pinned to the device of its layer before each split."""
+
+    def __init__(self, backends: Sequence[ggml.Backend], graph_size: int):
+        self.backends = list(backends)
+        self._scheduler = ggml.Scheduler(self.backends, graph_size)
+
+    def reserve(self, built: Built) -> None:
+        """Size the compute buffers for `built`."""
+        self._pin(built)
+        self._scheduler.reserve(built.graph)
+
+    def place(self, built: Built) -> bool:
+        """Nothing is kept placed between runs: the scheduler splits and places a graph each time."""
+        return False
+
+    def run(self, built: Built, values: Mapping[str, np.ndarray], out: np.ndarray | None) -> None:
+        """Split, place, fill the inputs from `values`, compute, and fetch the logits into `out` [n_outputs, n_vocab]."""
+        self._scheduler.reset()
+        self._pin(built)
+        self._scheduler.alloc(built.graph)
+        for name, x in built.inputs.items():
+            if x.data:
+                x.set(values[name])
+        self._scheduler.compute(built.graph)
+        if out is not None:
+            out[:] = built.logits.get()
+
+    def _pin(self, built: Built) -> None:
+        for node, device in built.device_of.items():
+            self._scheduler.pin(node, self.backends[device])
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Free the scheduler and the backends."""
+        self._scheduler.close()
+        for backend in self.backends:
+            backend.close()

@@ -1,0 +1,101 @@
+"""Emit one graph: ggml's ops plus names, inputs and shape checks (level 5).
+
+Knows shapes and nodes; knows no files, no memory and no architecture.
+"""
+
+from collections.abc import Callable
+
+from .. import ggml
+from ..errors import GraphError
+from .options import GraphOptions
+
+PLAIN_VIEW_OPS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
+
+
+def expect_shape(x: ggml.Tensor, what: str, *wanted: int) -> None:
+    """Raise GraphError unless `x` has shape `wanted` in ggml order; a wanted 0 stands for any size."""
+    got = x.ne
+    want = wanted + (1,) * (4 - len(wanted))
+    if any(w and w != n for n, w in zip(got, want)):
+        raise GraphError(f"{what}: expected shape {list(want)} (0 = any), got {list(got)} of {x.name!r}")
+
+
+class GraphBuilder(ggml.Ops):
+    """Build one ggml graph: every op of `ggml.Ops`, plus `name`, `input` and `expand`.
+
+    `scales` maps a weight to its per-tensor scale; `on_name` sees every named value and may replace it.
+    """
+
+    def __init__(
+        self,
+        ctx: ggml.Context,
+        graph: ggml.Graph,
+        options: GraphOptions,
+        *,
+        scales: dict | None = None,
+        on_name: Callable | None = None,
+    ):
+        super().__init__(ctx)
+        self.graph = graph
+        self.options = options
+        self.scales = scales or {}
+        self.inputs: dict[str, ggml.Tensor] = {}
+        self.expand = graph.expand
+        self._on_name = on_name
+        self._layer_ends: list[tuple[int, int]] = []
+
+    def name(self, x: ggml.Tensor, name: str, il: int = -1) -> ggml.Tensor:
+        """Name `x` as llama.cpp's `cb` does ("attn_norm-0"; no suffix for il < 0) and return the value to go on with."""
+        full = f"{name}-{il}" if il >= 0 else name
+        self.set_name(x, full)
+        return x if self._on_name is None else self._on_name(self, x, full)
+
+    def input(self, name: str, dtype: ggml.GgmlType, *ne: int) -> ggml.Tensor:
+        """Return the input `name`, creating it with shape `ne` on first use."""
+        if name not in self.inputs:
+            x = self.inputs[name] = self.ctx.new_tensor(dtype, *ne, name=name)
+            self.set_input(x)
+        return self.inputs[name]
+
+    def end_layer(self, x: ggml.Tensor, il: int) -> None:
+        """Emit layer `il`'s result and note that all nodes since the last layer belong to it."""
+        self.expand(x)
+        self._layer_ends.append((self.graph.n_nodes, il))
+
+    def node_layers(self) -> dict[ggml.Tensor, int]:
+        """Return the layer every node belongs to; what precedes or follows the layers goes with its neighbour."""
+        nodes = self.graph.nodes
+        layers, start = {}, 0
+        for end, il in self._layer_ends:
+            layers.update((x, il) for x in nodes[start:end])
+            start = end
+        layers.update((x, il) for x in nodes[start:])
+        return layers
+
+
+def capture(
+    g: GraphBuilder, graph: ggml.Graph, wanted: Callable[[str], bool]
+) -> tuple[ggml.Graph, dict[tuple[str, int], tuple[ggml.Tensor, ggml.Tensor]]]:
+    """Return a copy of `graph` in which every named node `wanted` keeps its value, and those nodes.
+
+    Keys are (name, occurrence); values are (node, tensor to read). A view, or a node that a later one overwrites,
+    is read through a copy placed right after it, because its own memory holds something else by the end.
+    """
+    nodes = graph.nodes
+    overwritten = {n.view_src for n in nodes if n.view_src is not None and n.op not in PLAIN_VIEW_OPS}
+    out = ggml.Graph(g.ctx, 2 * len(nodes) + 64)
+    seen: dict[str, int] = {}
+    kept = {}
+    for node in nodes:
+        out.expand(node)
+        name = node.name
+        occurrence = seen[name] = seen.get(name, -1) + 1
+        if not name or not wanted(name) or node.nelements == 0:
+            continue
+        value = node
+        if node.view_src is not None or node in overwritten:
+            value = g.cont(node)
+            out.expand(value)
+        g.set_output(value)
+        kept[name, occurrence] = (node, value)
+    return out, kept

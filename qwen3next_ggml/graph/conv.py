@@ -1,0 +1,36 @@
+"""The causal depthwise convolution in front of the delta rule, and its window state (level 5)."""
+
+from .. import ggml
+from .builder import GraphBuilder, expect_shape
+from .inputs import Inputs
+from .state import RecurrentState
+
+
+def conv_input(
+    g: GraphBuilder, inp: Inputs, window: RecurrentState, x: ggml.Tensor, d_conv: int, il: int
+) -> ggml.Tensor:
+    """Put the last d_conv − 1 columns before x and keep the new last ones → [d_conv − 1 + T, channels, n_seqs].
+
+    x [channels, T, n_seqs]. Mirrors llama.cpp's `build_conv_state`.
+    """
+    channels, T, n_seqs, _ = x.ne
+    expect_shape(x, f"convolution in layer {il}", window.spec.n_embd // (d_conv - 1), inp.sizes.n_seq_tokens, inp.sizes.n_seqs)
+    old = g.name(window.read(g, inp), "conv_states", il)
+    old = g.name(g.reshape_3d(old, d_conv - 1, channels, n_seqs), "conv_states_reshaped", il)
+    x = g.name(g.transpose(x), "qkv_mixed_transposed", il)  # [T, channels, n_seqs]
+    columns = g.name(g.concat(old, x, 0), "conv_input", il)
+
+    nb0, nb1, nb2, _ = columns.nb
+    last = g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, T * nb0)
+    last = g.name(last, "conv_state_last", il)
+    target = window.target(g, inp)
+    if target is not None:
+        target = g.name(target, "conv_state_update", il)
+    window.write(g, inp, last, target)
+    return columns
+
+
+def conv_silu(g: GraphBuilder, columns: ggml.Tensor, kernel: ggml.Tensor, il: int) -> ggml.Tensor:
+    """Convolve columns [d_conv − 1 + T, channels, n_seqs] with kernel [d_conv, channels] → silu [channels, T, n_seqs]."""
+    out = g.name(g.ssm_conv(columns, kernel), "conv_output_raw", il)
+    return g.name(g.silu(out), "conv_output_silu", il)

@@ -1,0 +1,103 @@
+"""Mixture of experts with a gated shared expert (level 5)."""
+
+from math import inf
+
+from .. import ggml
+from .builder import GraphBuilder, expect_shape
+from .linear import linear, linear_id
+
+# the smallest normal float16: a weight sum never divides by less
+WEIGHT_SUM_MIN = 6.103515625e-5
+
+
+def route(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> tuple[ggml.Tensor, ggml.Tensor]:
+    """Pick experts for x [n_embd, n_tokens] → ids [n_used, n_tokens], weights [1, n_used, n_tokens] that sum to 1.
+
+    A softmax over all experts, its n_used largest, renormalised.
+    """
+    n_expert, n_used, n_tokens = hp.n_expert, hp.n_expert_used, x.ne[1]
+    logits = g.name(linear(g, wb.ffn_gate_inp, x), "ffn_moe_logits", il)  # [n_expert, n_tokens]
+    if g.options.top_k_first:
+        # renormalising cancels the softmax's denominator, so a softmax over the picked logits is the same number
+        ids = g.name(g.top_k(logits, n_used), "ffn_moe_topk", il)
+        picked = g.get_rows(g.reshape_3d(logits, 1, n_expert, n_tokens), ids)  # [1, n_used, n_tokens]
+        weights = g.soft_max(g.reshape_2d(picked, n_used, n_tokens))
+        weights = g.name(weights, "ffn_moe_weights_norm", il)
+    else:
+        probs = g.name(g.soft_max(logits), "ffn_moe_probs", il)
+        order = g.argsort(probs, "desc")
+        ids = g.view_4d(order, n_used, *order.ne[1:], *order.nb[1:], 0)
+        g.name(order, "ffn_moe_argsort", il)
+        ids = g.name(ids, "ffn_moe_topk", il)
+        picked = g.get_rows(g.reshape_3d(probs, 1, n_expert, n_tokens), ids)
+        weights = g.reshape_2d(g.name(picked, "ffn_moe_weights", il), n_used, n_tokens)
+        total = g.name(g.sum_rows(weights), "ffn_moe_weights_sum", il)  # [1, n_tokens]
+        total = g.name(g.clamp(total, WEIGHT_SUM_MIN, inf), "ffn_moe_weights_sum_clamped", il)
+        weights = g.name(g.div(weights, total), "ffn_moe_weights_norm", il)
+    weights = g.reshape_3d(weights, 1, n_used, n_tokens)
+    if hp.expert_weights_scale not in (0.0, 1.0):
+        weights = g.name(g.scale(weights, hp.expert_weights_scale), "ffn_moe_weights_scaled", il)
+    g.expand(weights)
+    return ids, weights
+
+
+def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int) -> ggml.Tensor:
+    """Run the picked experts' SwiGLU on x [n_embd, n_tokens] → [n_embd, n_used, n_tokens]."""
+    n_embd, n_tokens = x.ne[0], x.ne[1]
+    x = g.reshape_3d(x, n_embd, 1, n_tokens)
+    if wb.ffn_gate_up_exps is not None:
+        both = g.name(linear_id(g, wb.ffn_gate_up_exps, x, ids), "ffn_moe_gate_up", il)  # [2·n_ff, n_used, n_tokens]
+        n_ff2, n_used, _, _ = both.ne
+        nb0, nb1, nb2, _ = both.nb
+        gate = g.name(g.view_3d(both, n_ff2 // 2, n_used, n_tokens, nb1, nb2, 0), "ffn_moe_gate", il)
+        up = g.name(g.view_3d(both, n_ff2 // 2, n_used, n_tokens, nb1, nb2, n_ff2 // 2 * nb0), "ffn_moe_up", il)
+    else:
+        up = g.name(linear_id(g, wb.ffn_up_exps, x, ids), "ffn_moe_up", il)  # [n_ff, n_used, n_tokens]
+        gate = g.name(linear_id(g, wb.ffn_gate_exps, x, ids), "ffn_moe_gate", il)
+    hidden = g.name(g.swiglu_split(gate, up), "ffn_moe_swiglu", il)
+    return g.name(linear_id(g, wb.ffn_down_exps, hidden, ids), "ffn_moe_down", il)
+
+
+def moe(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
+    """Return the weighted sum of the routed experts of x [n_embd, n_tokens]. Mirrors llama.cpp's `build_moe_ffn`."""
+    n_embd, n_tokens = x.ne[0], x.ne[1]
+    n_used = hp.n_expert_used
+    ids, weights = route(g, hp, wb, x, il)
+    down = experts(g, wb, x, ids, il)  # [n_embd, n_used, n_tokens]
+    if g.options.expert_sum:
+        out = g.out_prod(down, weights)  # [n_embd, 1, n_tokens]
+        return g.name(g.reshape_2d(out, n_embd, n_tokens), "ffn_moe_out", il)
+
+    weighted = g.name(g.mul(down, weights), "ffn_moe_weighted", il)
+    g.expand(weighted)
+    _, nb1, nb2, _ = weighted.nb
+    parts = [g.view_2d(weighted, n_embd, n_tokens, nb2, i * nb1) for i in range(n_used)]
+    for part in parts:
+        g.expand(part)
+    out = parts[0]
+    for part in parts[1:]:
+        out = g.add(out, part)
+        g.expand(out)
+    if n_used == 1:
+        out = g.cont(out)
+    return g.name(out, "ffn_moe_out", il)
+
+
+def shared_expert(g: GraphBuilder, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
+    """Run the shared expert on x [n_embd, n_tokens], scaled by the sigmoid of its own one-row gate."""
+    up = g.name(linear(g, wb.ffn_up_shexp, x), "ffn_up", il)
+    gate = g.name(linear(g, wb.ffn_gate_shexp, x), "ffn_gate", il)
+    hidden = g.name(g.swiglu_split(gate, up), "ffn_swiglu", il)
+    out = g.name(linear(g, wb.ffn_down_shexp, hidden), "ffn_shexp", il)
+    open_ = g.name(linear(g, wb.ffn_gate_inp_shexp, x), "shared_expert_gate", il)  # [1, n_tokens]
+    open_ = g.name(g.sigmoid(open_), "shared_expert_gate_sigmoid", il)
+    return g.name(g.mul(out, open_), "ffn_shexp_gated", il)
+
+
+def moe_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
+    """Return routed plus shared experts of x [n_embd, n_tokens]. Mirrors llama.cpp's `build_layer_ffn`."""
+    expect_shape(x, f"feed-forward layer {il}", hp.n_embd, 0)
+    out = g.name(moe(g, hp, wb, x, il), "ffn_moe_out", il)
+    if wb.ffn_up_shexp is None:
+        return out
+    return g.name(g.add(out, shared_expert(g, wb, x, il)), "ffn_out", il)

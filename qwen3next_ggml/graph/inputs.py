@@ -1,0 +1,72 @@
+"""The input tensors of a graph, created when a block first asks for them (level 5).
+
+Names are llama.cpp's. Who fills them (batch, memory) is not known here.
+"""
+
+from dataclasses import dataclass
+
+from .. import ggml
+from ..ggml import types
+from .builder import GraphBuilder
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that fix a graph's shape.
+
+    `n_kv` is the padded number of cells attention looks at; `rs_head` the first of adjacent recurrent slots, or None
+    when slots are reached by index.
+    """
+
+    n_seq_tokens: int
+    n_seqs: int
+    n_outputs: int
+    n_kv: int
+    rs_head: int | None
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_seq_tokens * self.n_seqs
+
+
+class Inputs:
+    """Hand out the inputs of one graph by role; `pos_per_token` is 4 for multi-section rope, else 1."""
+
+    def __init__(self, g: GraphBuilder, sizes: Sizes, *, pos_per_token: int = 1):
+        self.g = g
+        self.sizes = sizes
+        self.pos_per_token = pos_per_token
+
+    @property
+    def tokens(self) -> ggml.Tensor:  # [n_tokens]
+        return self.g.input("inp_tokens", types.I32, self.sizes.n_tokens)
+
+    @property
+    def pos(self) -> ggml.Tensor:  # [pos_per_token * n_tokens]
+        return self.g.input("inp_pos", types.I32, self.pos_per_token * self.sizes.n_tokens)
+
+    @property
+    def out_ids(self) -> ggml.Tensor:  # [n_outputs]
+        return self.g.input("out_ids", types.I32, self.sizes.n_outputs)
+
+    @property
+    def kq_mask(self) -> ggml.Tensor:  # [n_kv, n_tokens]
+        dtype = types.F16 if self.g.options.flash_attn else types.F32
+        return self.g.input("attn_inp_kq_mask", dtype, self.sizes.n_kv, self.sizes.n_tokens)
+
+    @property
+    def k_idxs(self) -> ggml.Tensor:  # [n_tokens]
+        return self.g.input("attn_inp_k_idxs", types.I64, self.sizes.n_tokens)
+
+    def v_idxs(self, n_embd_v_gqa: int) -> ggml.Tensor:
+        """Return one cell per token, or one element per value when the V cache is transposed (no flash attention)."""
+        per_token = 1 if self.g.options.flash_attn else n_embd_v_gqa
+        return self.g.input("attn_inp_v_idxs", types.I64, per_token * self.sizes.n_tokens)
+
+    @property
+    def s_copy(self) -> ggml.Tensor:  # [n_seqs]
+        return self.g.input("rs_s_copy", types.I32, self.sizes.n_seqs)
+
+    @property
+    def s_dst(self) -> ggml.Tensor:  # [n_seqs]
+        return self.g.input("rs_s_dst", types.I64, self.sizes.n_seqs)

@@ -1,0 +1,24 @@
+"""What makes two graphs the same graph (level 5)."""
+
+from dataclasses import dataclass
+
+from .delta_net import CHUNK_PER_CHANNEL
+from .inputs import Sizes
+from .options import GraphOptions
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """Identify a graph: a change of key rebuilds, nothing else does."""
+
+    sizes: Sizes
+    options: GraphOptions
+    captures: tuple[str, ...] = ()
+
+
+def node_budget(key: GraphKey, n_layer: int, n_expert_used: int) -> int:
+    """Return an upper bound on the tensors of a graph; the tests count real graphs against it."""
+    per_layer = 128 + 3 * n_expert_used
+    if key.options.delta_net == "chunked":
+        per_layer += 64 + 20 * -(-key.sizes.n_seq_tokens // CHUNK_PER_CHANNEL)
+    return (64 + n_layer * per_layer) * (2 if key.captures else 1)

@@ -1,0 +1,41 @@
+"""The named ways in which a graph may differ from llama.cpp's own (level 5).
+
+Every option is a fast variant that sits beside the plain one; PLAIN switches all of them off.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+from ..errors import OptionError
+
+DELTA_NETS = ("fused", "chunked", "autoregressive")
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Say which variant of each block a graph is built from.
+
+    `delta_net`: fused op, chunked form, or one token at a time. `flash_attn`: one fused attention op or its parts.
+    `prune_last`: the last layer's projections and experts only for wanted rows. `top_k_first`: pick experts before
+    the softmax, which then runs over the picked ones only. `expert_sum`: weigh and add experts in one op.
+    `kv_as_stored`: hand a float32 cache to flash attention as it is instead of through float16.
+    """
+
+    delta_net: str = "fused"
+    flash_attn: bool = True
+    prune_last: bool = False
+    top_k_first: bool = False
+    expert_sum: bool = False
+    kv_as_stored: bool = False
+
+    def __post_init__(self):
+        if self.delta_net not in DELTA_NETS:
+            raise OptionError(f"delta_net must be one of auto, {', '.join(DELTA_NETS)}, got {self.delta_net!r}")
+
+    def but(self, **changes) -> "GraphOptions":
+        """Return a copy with some options changed."""
+        return replace(self, **changes)
+
+
+PLAIN = GraphOptions()
+LEAN = GraphOptions(prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True)
+FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

@@ -1,0 +1,122 @@
+"""What a graph is handed of the past, and how it reads and writes it (level 5).
+
+An architecture declares specs; memory makes the tensors; a block sees one layer of them here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import ggml
+from .builder import GraphBuilder
+from .inputs import Inputs
+
+
+@dataclass(frozen=True)
+class KvSpec:
+    """Ask for a K and a V cache in layer `il`."""
+
+    il: int
+    n_head_kv: int
+    n_embd_head_k: int
+    n_embd_head_v: int
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """Ask for one F32 state of `ne` elements per sequence in layer `il`; `name` is llama.cpp's ("r" conv, "s" delta)."""
+
+    il: int
+    name: str
+    ne: tuple[int, ...]
+
+    @property
+    def n_embd(self) -> int:
+        n = 1
+        for size in self.ne:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class KvLayer:
+    """The K and V cache of one attention layer: k [n_embd_k_gqa, n_cells], v alike or [n_cells, n_embd_v_gqa]."""
+
+    spec: KvSpec
+    k: ggml.Tensor
+    v: ggml.Tensor
+    n_cells: int
+
+    def write(self, g: GraphBuilder, inp: Inputs, k_cur: ggml.Tensor, v_cur: ggml.Tensor) -> None:
+        """Store k_cur and v_cur [n_embd_head, n_head_kv, n_tokens] at the cells of this ubatch."""
+        n_tokens = inp.sizes.n_tokens
+        n_embd_k = self.spec.n_embd_head_k * self.spec.n_head_kv
+        n_embd_v = self.spec.n_embd_head_v * self.spec.n_head_kv
+        k_rows = g.view_2d(k_cur, n_embd_k, n_tokens, k_cur.nb[2], 0)  # [n_embd_k_gqa, n_tokens]
+        g.expand(g.set_rows(self.k, k_rows, inp.k_idxs))
+        v_idxs = inp.v_idxs(n_embd_v)
+        if g.options.flash_attn:
+            v_rows = g.view_2d(v_cur, n_embd_v, n_tokens, v_cur.nb[2], 0)  # [n_embd_v_gqa, n_tokens]
+            g.expand(g.set_rows(self.v, v_rows, v_idxs))
+            return
+        # a transposed cache takes every element as a row of its own
+        v_flat = g.reshape_2d(v_cur, n_embd_v, n_tokens)
+        v_cells = g.reshape_2d(self.v, 1, self.n_cells * n_embd_v)
+        g.expand(g.set_rows(v_cells, g.reshape_2d(v_flat, 1, n_embd_v * n_tokens), v_idxs))
+
+    def read(self, g: GraphBuilder, n_kv: int) -> tuple[ggml.Tensor, ggml.Tensor]:
+        """Return views of the first `n_kv` cells, permuted for attention."""
+        s = self.spec
+        row_k, row_v = self.k.type.row_size, self.v.type.row_size
+        n_embd_k, n_embd_v = s.n_embd_head_k * s.n_head_kv, s.n_embd_head_v * s.n_head_kv
+        k = g.view_4d(  # [D, H_kv, n_kv, 1]
+            self.k, s.n_embd_head_k, s.n_head_kv, n_kv, 1,
+            row_k(s.n_embd_head_k), row_k(n_embd_k), row_k(n_embd_k * self.n_cells), 0,
+        )  # fmt: skip
+        if g.options.flash_attn:
+            v = g.view_4d(  # [D, H_kv, n_kv, 1]
+                self.v, s.n_embd_head_v, s.n_head_kv, n_kv, 1,
+                row_v(s.n_embd_head_v), row_v(n_embd_v), row_v(n_embd_v * self.n_cells), 0,
+            )  # fmt: skip
+        else:
+            v = g.view_4d(  # [n_kv, H_kv, D, 1]
+                self.v, n_kv, s.n_head_kv, s.n_embd_head_v, 1,
+                row_v(self.n_cells * s.n_embd_head_v), row_v(self.n_cells), row_v(self.n_cells * n_embd_v), 0,
+            )  # fmt: skip
+        return k, v
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """One recurrent state of one layer: `all` [n_embd, n_slots], one slot per sequence."""
+
+    spec: RecurrentSpec
+    all: ggml.Tensor
+
+    def read(self, g: GraphBuilder, inp: Inputs) -> ggml.Tensor:
+        """Return the states of this ubatch's sequences [n_embd, n_seqs], gathered before anything overwrites them."""
+        rows = g.get_rows(self.all, inp.s_copy)
+        g.expand(rows)
+        return rows
+
+    def target(self, g: GraphBuilder, inp: Inputs) -> ggml.Tensor | None:
+        """Return the view [n_embd, n_seqs] that adjacent slots can be copied into, or None when slots are scattered."""
+        head, row = inp.sizes.rs_head, self.all.nb[1]
+        if head is None:
+            return None
+        return g.view_2d(self.all, self.spec.n_embd, inp.sizes.n_seqs, row, head * row)
+
+    def write(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, target: ggml.Tensor | None) -> None:
+        """Store `new` (n_embd × n_seqs elements in order) into `target`, or by slot index where that is None."""
+        if target is not None:
+            g.expand(g.cpy(new, target))
+            return
+        rows = g.reshape_2d(g.cont(new), self.spec.n_embd, inp.sizes.n_seqs)
+        g.expand(g.set_rows(self.all, rows, inp.s_dst))
+
+
+@dataclass(frozen=True)
+class GraphState:
+    """All of the past one graph may touch: per layer, a KvLayer or recurrent states by name."""
+
+    kv: Mapping[int, KvLayer]
+    recurrent: Mapping[tuple[int, str], RecurrentState]

@@ -1,0 +1,53 @@
+"""Ask devices whether they run the fused ops, and settle "auto" (level 5)."""
+
+from collections.abc import Sequence
+
+from .. import ggml
+from ..errors import BackendError, OptionError
+from ..ggml import types
+from .options import DELTA_NETS
+
+
+def resolve_delta_net(wanted: str, hp, devices: Sequence[ggml.Device]) -> str:
+    """Return the delta-net form to use: "auto" is the fused op where every device has it, else the chunked form."""
+    if wanted not in ("auto", *DELTA_NETS):
+        raise OptionError(f"delta_net must be one of auto, {', '.join(DELTA_NETS)}, got {wanted!r}")
+    if wanted not in ("auto", "fused"):
+        return wanted
+    lacking = [d.name for d in devices if not _has_gated_delta_net(d, hp)]
+    if lacking and wanted == "fused":
+        raise BackendError(f"{', '.join(lacking)}: no gated_delta_net op for this model; use delta_net='chunked'")
+    return "chunked" if lacking else "fused"
+
+
+def resolve_flash_attn(wanted: bool | str, hp, devices: Sequence[ggml.Device]) -> bool:
+    """Return whether to use flash attention: "auto" is yes where every device has it for this head width."""
+    choices = {True: True, False: False, "on": True, "off": False, "auto": None}
+    if wanted not in choices:
+        raise OptionError(f"flash_attn must be on, off or auto, got {wanted!r}")
+    use = choices[wanted]
+    if use is False:
+        return False
+    lacking = [d.name for d in devices if not _has_flash_attn(d, hp)]
+    if lacking and use:
+        raise BackendError(f"{', '.join(lacking)}: no flash attention for head width {hp.n_embd_head_k}")
+    return not lacking
+
+
+def _has_gated_delta_net(device: ggml.Device, hp) -> bool:
+    S, H = hp.ssm_d_state, hp.ssm_dt_rank
+    with ggml.Context(16) as ctx:
+        g = ggml.Ops(ctx)
+        qkv = [ctx.new_tensor(types.F32, S, H, 4, 1) for _ in range(3)]
+        gate, beta = (ctx.new_tensor(types.F32, 1, H, 4, 1) for _ in range(2))
+        return device.supports_op(g.gated_delta_net(*qkv, gate, beta, ctx.new_tensor(types.F32, S, S, H, 1), 1))
+
+
+def _has_flash_attn(device: ggml.Device, hp) -> bool:
+    D, H, H_kv = hp.n_embd_head_k, hp.n_head, hp.n_head_kv
+    with ggml.Context(16) as ctx:
+        g = ggml.Ops(ctx)
+        q = ctx.new_tensor(types.F32, D, 4, H, 1)
+        k, v = (ctx.new_tensor(types.F16, D, 256, H_kv, 1) for _ in range(2))
+        mask = ctx.new_tensor(types.F16, 256, 4, 1, 1)
+        return device.supports_op(g.flash_attn_ext(q, k, v, mask, D**-0.5, 0.0, 0.0))

@@ -1,0 +1,113 @@
+"""The K and V caches of all attention layers over one pool of cells (level 6).
+
+A cell holds one token's position and the set of sequences it belongs to, so sequences of any length share the pool.
+Knows specs and ubatches, no model.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .. import ggml
+from ..batch import UBatch
+from ..errors import ContextFull, OptionError
+from ..ggml import types
+from ..graph.state import KvLayer, KvSpec
+
+N_PAD = 256  # n_kv grows in such steps, so that a graph serves 256 decode steps
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+
+
+class KvCache:
+    """Own the caches, know which cell holds what, and say what a ubatch may see.
+
+    With `flash_attn` off V is kept transposed, as llama.cpp does; a quantised V then cannot be written.
+    """
+
+    def __init__(
+        self, specs: Sequence[KvSpec], n_cells: int, n_seq_max: int, *, type_k: str, type_v: str, flash_attn: bool
+    ):
+        self.specs = tuple(specs)
+        self.n_cells = n_cells
+        self.flash_attn = flash_attn
+        self.type_k, self.type_v = _cache_type("type_k", type_k), _cache_type("type_v", type_v)
+        if self.type_v.is_quantized and not flash_attn:
+            raise OptionError(f"type_v={type_v} needs flash attention, which is off; use f16 or turn it on")
+        for s in self.specs:
+            for what, dtype, n in (("type_k", self.type_k, s.n_embd_head_k), ("type_v", self.type_v, s.n_embd_head_v)):
+                if n % dtype.block_size:
+                    raise OptionError(f"{what}={dtype.name} needs a head width divisible by {dtype.block_size}, got {n}")
+        self.pos = np.full(n_cells, -1, np.int32)
+        self.member = np.zeros((n_seq_max, n_cells), bool)
+        self.n_used = 0
+        self._top = 0  # one past the highest cell in use
+        self._packed = True  # cells 0 … _top − 1 are all in use
+        self.layers: dict[int, KvLayer] = {}
+
+    def nbytes_of(self, spec: KvSpec) -> int:
+        """Return the bytes of one layer's K and V."""
+        per_cell = self.type_k.row_size(spec.n_embd_head_k * spec.n_head_kv)
+        return self.n_cells * (per_cell + self.type_v.row_size(spec.n_embd_head_v * spec.n_head_kv))
+
+    def declare(self, ctx: ggml.Context, spec: KvSpec) -> None:
+        """Create one layer's tensors in `ctx`; whoever owns `ctx` allocates them."""
+        k = ctx.new_tensor(self.type_k, spec.n_embd_head_k * spec.n_head_kv, self.n_cells, name=f"cache_k_l{spec.il}")
+        v = ctx.new_tensor(self.type_v, spec.n_embd_head_v * spec.n_head_kv, self.n_cells, name=f"cache_v_l{spec.il}")
+        self.layers[spec.il] = KvLayer(spec, k, v, self.n_cells)
+
+    @property
+    def n_free(self) -> int:
+        return self.n_cells - self.n_used
+
+    def find_cells(self, n: int) -> np.ndarray:
+        """Return the first `n` free cells, or raise ContextFull."""
+        if n > self.n_free:
+            raise ContextFull(f"{n} tokens need {n} cells, {self.n_free} of {self.n_cells} are free")
+        if self._packed:
+            return np.arange(self._top, self._top + n)
+        return np.flatnonzero(self.pos < 0)[:n]
+
+    def n_kv(self, cells: np.ndarray) -> int:
+        """Return how many cells attention must look at once `cells` are used: a multiple of 256, or all."""
+        top = max(self._top, int(cells[-1]) + 1)
+        return min(self.n_cells, -(-top // N_PAD) * N_PAD)
+
+    def mask(self, ubatch: UBatch, cells: np.ndarray, n_kv: int) -> np.ndarray:
+        """Return the mask [n_tokens, n_kv]: 0 where a token may look, −inf elsewhere; f16 for flash attention."""
+        dtype = np.float16 if self.flash_attn else np.float32
+        pos, member = self.pos[:n_kv].copy(), self.member[list(ubatch.seqs), :n_kv]
+        rows = np.arange(ubatch.n_tokens)
+        pos[cells] = ubatch.pos
+        member[:, cells] = False
+        member[rows // ubatch.n_seq_tokens, cells] = True
+        visible = member[rows // ubatch.n_seq_tokens] & (pos <= ubatch.pos[:, None])
+        return np.where(visible, dtype(0), dtype(-np.inf))
+
+    def v_elements(self, cells: np.ndarray) -> np.ndarray:
+        """Return where each value of each token goes in a transposed V cache [n_tokens · n_embd_v_gqa]."""
+        n_embd_v = max(s.n_embd_head_v * s.n_head_kv for s in self.specs)
+        return (np.arange(n_embd_v) * self.n_cells + cells[:, None]).reshape(-1).astype(np.int64)
+
+    def apply(self, ubatch: UBatch, cells: np.ndarray) -> None:
+        """Mark `cells` as holding this ubatch's tokens."""
+        self.pos[cells] = ubatch.pos
+        self.member[ubatch.seq_of_row, cells] = True
+        self.n_used += len(cells)
+        self._top = max(self._top, int(cells[-1]) + 1)
+        self._packed = self.n_used == self._top
+
+    def clear(self, seq: int) -> None:
+        """Take `seq` out of every cell; cells nobody is left in become free."""
+        mine = self.member[seq].copy()
+        self.member[seq] = False
+        self.pos[mine & ~self.member.any(axis=0)] = -1
+        used = np.flatnonzero(self.pos >= 0)
+        self.n_used = len(used)
+        self._top = int(used[-1]) + 1 if used.size else 0
+        self._packed = self.n_used == self._top
+
+
+def _cache_type(what: str, name: str) -> ggml.GgmlType:
+    if name not in CACHE_TYPES:
+        raise OptionError(f"{what} must be one of {', '.join(CACHE_TYPES)}, got {name!r}")
+    return types.GgmlType.of(name)

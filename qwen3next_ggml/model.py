@@ -1,0 +1,104 @@
+"""Load a model: file, architecture and weights on devices (level 9). Makes sessions; evaluates nothing."""
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+from . import ggml as ggml_layer
+from . import models
+from .chat import ChatTemplate
+from .errors import OptionError
+from .gguf_file import GgufFile
+from .hparams import Metadata
+from .session import Session
+from .tensors import TensorTable, load_weights
+from .tokenizer import Tokenizer
+
+
+def embedded_model() -> Path:
+    """Return the path of the model that ships with the package."""
+    return Path(str(resources.files(__package__) / "data" / "bard.gguf"))
+
+
+def load(
+    path: str | os.PathLike | None = None, *, device: str | Sequence[str] = "CPU", n_threads: int | None = None,
+    ggml: str | None = None, load_mtp: bool = True, weights: bool = True, repack: bool | str = False, mmap: bool = True,
+) -> "Model":  # fmt: skip
+    """Load a GGUF file (any shard of a set; no path: the embedded model).
+
+    `device` is a ggml device name or a list over which layers are spread evenly; `ggml` selects the provider;
+    `repack` puts matrices into the CPU's own layout, which costs a copy; `weights=False` reads metadata only.
+    Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.
+    """
+    if n_threads is not None and n_threads < 1:
+        raise OptionError(f"n_threads must be at least 1, got {n_threads}")
+    ggml_layer.provider(ggml)
+    names = [device] if isinstance(device, str) else list(device)
+    if not names:
+        raise OptionError("device: the list is empty")
+    devices = [ggml_layer.device(name) for name in names]
+    file = GgufFile.open(path or embedded_model())
+    try:
+        arch = models.find(file.arch)
+        hp = arch.load_arch_hparams(Metadata(file.metadata, file.arch))
+        table = TensorTable()
+        arch.load_arch_tensors(table, hp, load_mtp=load_mtp)
+        table.check(file)
+        placed = [devices[i * len(devices) // hp.n_layer_all] for i in range(hp.n_layer_all)]
+        loaded = load_weights(file, table, placed, repack=repack, mmap=mmap, data=weights)
+    except BaseException:
+        file.close()
+        raise
+    return Model(file, arch, hp, loaded, devices, placed, n_threads or available_cpus())
+
+
+def available_cpus() -> int:
+    """Return how many CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Model:
+    """A loaded model: `hparams`, `weights`, `tokenizer`, `chat_template`, and `session()`."""
+
+    def __init__(self, file, arch, hparams, weights, devices, layer_devices, n_threads):
+        self.file = file
+        self.arch = arch
+        self.hparams = hparams
+        self.weights = weights
+        self.devices = devices
+        self.layer_devices = layer_devices
+        self.n_threads = n_threads
+
+    @property
+    def tensors(self) -> dict:
+        """Name → what the file says of a tensor: type, shape, place."""
+        return self.file.tensors
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_metadata(self.file.metadata)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        return ChatTemplate.from_metadata(self.file.metadata)
+
+    def device_index(self, il: int) -> int:
+        """Return which of `devices` layer `il` lives on."""
+        return self.devices.index(self.layer_devices[il])
+
+    def session(self, **options) -> Session:
+        """Return a new Session; options as there."""
+        return Session(self, **options)
+
+    def close(self) -> None:
+        """Free the weights and unmap the file; close sessions first."""
+        self.weights.close()
+        self.file.close()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
