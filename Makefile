@@ -17,7 +17,7 @@ help: ## list the verbs
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
 run: .venv/installed ## install, then let the embedded model go on from PROMPT="…"
-	$(PY) -m qwen3next_ggml run -p "$(PROMPT)" -n 96
+	.venv/bin/qgraph run -p "$(PROMPT)" -n 96
 
 setup: .venv/installed-test ## install with everything the tests need (builds llama-cpp-python once, about 6 minutes)
 

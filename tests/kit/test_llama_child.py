@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from tests.kit.llama_child import LlamaChildError, LlamaJob, LlamaOptions, run_llama
+from tests.kit.llama_api import LlamaOptions
+from tests.kit.llama_child import LlamaChildError, LlamaJob, run_llama
 
 BARD = str(Path(__file__).parents[2] / "qwen3next_ggml/data/bard.gguf")
 TOKENS = [(7 * i + 3) % 2000 for i in range(70)]
