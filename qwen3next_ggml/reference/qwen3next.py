@@ -65,7 +65,7 @@ class ReferenceModel:
         return self._finish(rows, recorder, trace)
 
     def state(self, il, *, seq=0):
-        """Return copies of a layer's state: conv [n_channel, d_conv - 1] and delta [H_v, S_v, S_k], or k and v [n_past, n_head_kv, head_dim]."""
+        """Return copies of a layer's state: r (conv window) [n_channel, d_conv - 1] and s [H_v, S_v, S_k], or k and v [n_past, n_head_kv, head_dim]."""
         return {name: x.copy() for name, x in self._layer_state(il, seq).items()}
 
     def set_state(self, il, values, *, seq=0):
@@ -107,7 +107,7 @@ class ReferenceModel:
         hp = self.hp
         S, H_k, H_v = hp.ssm_d_state, hp.ssm_n_group, hp.ssm_dt_rank
         if il < hp.n_layer and hp.recurrent_layers[il]:
-            return {"conv": np.zeros((S * (2 * H_k + H_v), hp.ssm_d_conv - 1)), "delta": np.zeros((H_v, S, S))}
+            return {"r": np.zeros((S * (2 * H_k + H_v), hp.ssm_d_conv - 1)), "s": np.zeros((H_v, S, S))}
         return {name: np.zeros((0, hp.n_head_kv, hp.n_embd_head_k)) for name in ("k", "v")}
 
     def _head(self, x):
@@ -116,7 +116,7 @@ class ReferenceModel:
     def _block(self, x, il, state, note):
         w, eps = Layer(self.w, il), self.hp.f_norm_rms_eps
         cur = note("attn_norm", rms_norm(x, w["attn_norm"], eps))
-        mix = self._attn_linear if "delta" in state else self._attn
+        mix = self._attn_linear if "s" in state else self._attn
         x = note("attn_residual", mix(cur, w, state, note) + x)
         cur = note("attn_post_norm", rms_norm(x, w["post_attention_norm"], eps))
         return note("l_out", note("post_moe", note("ffn_out", self._ffn(cur, w, note)) + x))
@@ -154,7 +154,7 @@ class ReferenceModel:
         beta = note("beta", sigmoid(note("b", ba[:, 0].ravel())))
         a = note("a_softplus", softplus(note("a", ba[:, 1].ravel()) + w.get("ssm_dt", ".bias")))
         gate = note("gate", a * w.get("ssm_a", ""))
-        conv, state["conv"] = conv_step(state["conv"], qkv, w["ssm_conv1d"])
+        conv, state["r"] = conv_step(state["r"], qkv, w["ssm_conv1d"])
         conv = note("conv_output_silu", silu(note("conv_output_raw", conv)))
         q, k, v = (x.reshape(-1, S) for x in np.split(conv, [S * H_k, 2 * S * H_k]))
         note("q_conv", q)
@@ -163,9 +163,9 @@ class ReferenceModel:
         note("q_conv_predelta", q)
         note("k_conv_predelta", k)
         note("v_conv_predelta", v)
-        out, state["delta"] = delta_step(state["delta"], q, k, v, gate, beta)
+        out, state["s"] = delta_step(state["s"], q, k, v, gate, beta)
         note("attn_output", out)
-        note("new_state", state["delta"])
+        note("new_state", state["s"])
         out = rms_norm(out, w["ssm_norm"], hp.f_norm_rms_eps) * silu(z.reshape(H_v, S))
         return note("linear_attn_out", w.mm("ssm_out", note("final_output", out.ravel())))
 
