@@ -1,0 +1,245 @@
+"""Weights on their devices: place → upload (level 4).
+
+A weight is mapped from the file where device and alignment allow, else copied; it is converted when the graph needs it
+otherwise. Knows no architecture.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from .. import ggml
+from ..errors import BackendError, OptionError
+from ..gguf_file import GgufFile, TensorInfo
+from .table import Checked, Decl, TensorTable
+
+MAPPED, COPIED, REPACKED = "mapped", "copied", "repacked"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor goes: tensors of one place share a context and its buffers."""
+
+    device: ggml.Device
+    how: str
+    buffer_type: ggml.BufferType | None = None  # REPACKED only
+    shard: int = 0  # MAPPED only
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One tensor to create: its place, and how its bytes are made unless they are mapped."""
+
+    decl: Decl
+    type: ggml.GgmlType
+    place: _Place
+    info: TensorInfo
+    read: Callable[[], np.ndarray]
+
+
+class Weights:
+    """Tensors by GGUF name: `w.token_embd`, `w.blk[il].attn_norm`; None where optional and absent.
+
+    Owns the buffers; `close()` frees them and may be called twice.
+    """
+
+    def __init__(self, table: TensorTable, checked: Checked, devices: Sequence[ggml.Device]):
+        self.by_name: dict[str, ggml.Tensor] = {}
+        self.scales: dict[ggml.Tensor, ggml.Tensor] = {}
+        self.notes: list[str] = []
+        self.leftovers = checked.leftovers
+        self.mapped_nbytes = self.copied_nbytes = self.repacked_nbytes = 0
+        self._devices = tuple(devices)
+        self._stack = ExitStack()
+        self.blk = [SimpleNamespace() for _ in devices]
+        for decl in table.decls():
+            self._set(decl, None)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mapped_nbytes + self.copied_nbytes + self.repacked_nbytes
+
+    def device_of(self, il: int) -> ggml.Device:
+        """Return the device that holds block il."""
+        return self._devices[il]
+
+    def _set(self, decl: Decl, tensor: ggml.Tensor | None) -> None:
+        setattr(self if decl.layer is None else self.blk[decl.layer], decl.attribute, tensor)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def load_weights(
+    file: GgufFile,
+    table: TensorTable,
+    devices: ggml.Device | Sequence[ggml.Device],
+    *,
+    repack: bool | str = False,
+    mmap: bool = True,
+    data: bool = True,
+) -> Weights:
+    """Check the file against the table and put its tensors on their devices.
+
+    `devices` is one for all, or a list that the blocks are spread over evenly, in order. `repack` rewrites the weights of
+    matrix products for the CPU's kernels (True), or only those outside the experts ("auto"). `mmap=False` copies what
+    would be mapped. `data=False` creates the tensors without storage, enough to build graphs.
+    Raises TensorError as `TensorTable.check`, BackendError when a device has no room.
+    """
+    if repack not in (False, True, "auto"):
+        raise OptionError(f"repack is {repack!r}, expected True, False or 'auto'")
+    checked = table.check(file.tensors, str(file.path))
+    n_layer = 1 + max((decl.layer for decl in table.decls() if decl.layer is not None), default=0)
+    weights = Weights(table, checked, _spread(devices, n_layer))
+    try:
+        planner = _Planner(file, weights, _repacked_ops(repack), mmap)
+        items = [item for decl, info in checked.found for item in planner.items(decl, info)]
+        items += planner.ties(table, checked)
+        _create(file, weights, items, data)
+        _bind(weights, table, checked, items)
+    except BaseException:
+        weights.close()
+        raise
+    return weights
+
+
+def _spread(devices: ggml.Device | Sequence[ggml.Device], n_layer: int) -> list[ggml.Device]:
+    devices = list(devices) if isinstance(devices, Sequence) else [devices]
+    if not 1 <= len(devices) <= n_layer:
+        raise OptionError(f"{len(devices)} devices for {n_layer} blocks, expected 1 to {n_layer}")
+    return [devices[il * len(devices) // n_layer] for il in range(n_layer)]
+
+
+def _repacked_ops(repack: bool | str) -> tuple[str, ...]:
+    # on ggml 0.25 repacked experts were slower than mapped ones, and they are most of the bytes and of the wait
+    return {False: (), "auto": ("mul_mat",), True: ("mul_mat", "mul_mat_id")}[repack]
+
+
+class _Planner:
+    """Decides for each tensor of the file what is created from it, and where."""
+
+    def __init__(self, file: GgufFile, weights: Weights, repacked_ops: tuple[str, ...], mmap: bool):
+        self.file, self.weights, self.repacked_ops, self.mmap = file, weights, repacked_ops, mmap
+        self.repack_types: dict[tuple, ggml.BufferType | None] = {}
+
+    def items(self, decl: Decl, info: TensorInfo) -> Iterable[_Item]:
+        type = ggml.GgmlType.of(info.type_id)
+        if decl.op is None and type.name != "f32":
+            self.weights.notes.append(f"{decl.name} converted from {type.name} to f32")
+            place = _Place(self.device(decl), COPIED)
+            return [_Item(decl, ggml.GgmlType.of("f32"), place, info, lambda: self.floats(info, type))]
+        if decl.resplit:
+            self.weights.notes.append(f"{decl.name} split into {' and '.join(part.attribute for part, _ in decl.parts)}")
+            return [self.item(part, info, type, lambda rows=rows: self.rows(info, rows)) for part, rows in decl.parts]
+        return [self.item(decl, info, type, lambda: self.file.data(info.name), whole=True)]
+
+    def item(self, decl: Decl, info: TensorInfo, type: ggml.GgmlType, read: Callable, whole: bool = False) -> _Item:
+        device = self.device(decl)
+        buffer_type = self.repack_type(device, decl, type) if decl.op in self.repacked_ops else None
+        if buffer_type:
+            place = _Place(device, REPACKED, buffer_type)
+        elif whole and self.mmap and device.can_map and info.offset % device.buffer_type().alignment == 0:
+            place = _Place(device, MAPPED, shard=info.shard)
+        else:
+            place = _Place(device, COPIED)
+        return _Item(decl, type, place, info, read)
+
+    def ties(self, table: TensorTable, checked: Checked) -> list[_Item]:
+        """Plan second copies of tensors that stand in for absent ones on another device."""
+        found, items = {decl.name: info for decl, info in checked.found}, []
+        for decl in table.layout():
+            info = found.get(table.ties.get(decl.name, ""))
+            if info and decl.name not in found and self.device(decl) != self.weights.device_of(0):
+                items.append(self.item(decl, info, ggml.GgmlType.of(info.type_id), lambda i=info: self.file.data(i.name), True))
+        return items
+
+    def device(self, decl: Decl) -> ggml.Device:
+        """Blocks lie on their device, the embedding with the first of them, the head with the last."""
+        if decl.layer is not None:
+            return self.weights.device_of(decl.layer)
+        return self.weights.device_of(0 if decl.op == "get_rows" else -1)
+
+    def floats(self, info: TensorInfo, type: ggml.GgmlType) -> np.ndarray:
+        return ggml.types.dequantize(type, self.rows(info), info.ne[0])
+
+    def rows(self, info: TensorInfo, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        n_rows = info.ne[1] if len(info.ne) > 1 else 1
+        return self.file.data(info.name).reshape(-1, n_rows, info.nbytes // int(np.prod(info.ne[1:])))[:, rows]
+
+    def repack_type(self, device: ggml.Device, decl: Decl, type: ggml.GgmlType) -> ggml.BufferType | None:
+        """Find a buffer type in whose own layout the device computes this product."""
+        key = (device.name, decl.op, type.id, decl.ne)
+        if key not in self.repack_types:
+            usable = (b for b in device.extra_buffer_types() if _computes_from(device, b, decl, type))
+            self.repack_types[key] = next(usable, None)
+        return self.repack_types[key]
+
+
+def _computes_from(device: ggml.Device, buffer_type: ggml.BufferType, decl: Decl, type: ggml.GgmlType) -> bool:
+    """Ask the device, with a weight in such a buffer; its pages are never touched."""
+    with ggml.Context(4) as ctx:
+        ops, w = ggml.Ops(ctx), ctx.new_tensor(type, *decl.ne)
+        with buffer_type.alloc(buffer_type.alloc_size(w)) as buffer:
+            buffer.place(w, 0)
+            x = ctx.new_tensor(ggml.F32, decl.ne[0], 1, 1)
+            if decl.op == "mul_mat":
+                return device.supports_op(ops.mul_mat(w, x))
+            return device.supports_op(ops.mul_mat_id(w, x, ctx.new_tensor(ggml.I32, 1, 1)))
+
+
+def _create(file: GgufFile, weights: Weights, items: list[_Item], data: bool) -> None:
+    """Make the tensors of each place, give them storage and fill what is not mapped."""
+    for place in dict.fromkeys(item.place for item in items):
+        inside = [item for item in items if item.place == place]
+        ctx = weights._stack.enter_context(ggml.Context(len(inside)))
+        for item in inside:
+            weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
+        if not data:
+            continue
+        if place.how == MAPPED:
+            shard = file.shards[place.shard]
+            buffer = place.device.buffer_from_host(shard.address, shard.bytes.nbytes, keep=shard)
+        else:
+            buffer = ggml.alloc_tensors(ctx, place.buffer_type or place.device.buffer_type())
+        weights._stack.enter_context(buffer).set_usage("weights")
+        for item in inside:
+            tensor = weights.by_name[item.decl.name]
+            if place.how == MAPPED:
+                buffer.place(tensor, item.info.offset)
+            else:
+                tensor.set(np.ascontiguousarray(item.read()))
+        nbytes = sum(weights.by_name[item.decl.name].nbytes for item in inside)
+        setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
+
+
+def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[_Item]) -> None:
+    """Hang the tensors under their names, tie what is tied, attach scales."""
+    for item in items:
+        weights._set(item.decl, weights.by_name[item.decl.name])
+    for name, to in table.ties.items():
+        if name not in weights.by_name and to in weights.by_name:
+            setattr(weights, Decl(name, (), "").attribute, weights.by_name[to])
+    for weight, scale in checked.scales.items():
+        weights.scales[weights.by_name[weight]] = weights.by_name[scale]
+    for how, types in _repacked_summary(items).items():
+        weights.notes.append(f"{how}: {types}")
+
+
+def _repacked_summary(items: list[_Item]) -> dict[str, str]:
+    counts = Counter((item.place.buffer_type.name, item.type.name) for item in items if item.place.how == REPACKED)
+    summary: dict[str, list[str]] = {}
+    for (buffer_type, type_name), n in counts.items():
+        summary.setdefault(f"repacked as {buffer_type}", []).append(f"{n} x {type_name}")
+    return {how: ", ".join(types) for how, types in summary.items()}
