@@ -66,14 +66,11 @@ class LlamaVocab:
         self.child.wait(timeout=60)
 
 
-def gguf_with(folder, name, tokens, types, merges, **keys):
+def metadata_of(tokens, types, merges, **keys):
     metadata = {"general.architecture": "qwen3next", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
-                "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges,
-                "tokenizer.ggml.eos_token_id": len(tokens) - 1}
-    metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    path = folder / f"{name}.gguf"
-    write_gguf(path, metadata, {})
-    return path
+                "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [int(t) for t in types],
+                "tokenizer.ggml.merges": merges, "tokenizer.ggml.eos_token_id": len(tokens) - 1}
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
 
 
 SPECIALS = {
@@ -85,31 +82,32 @@ SPECIALS = {
 }
 
 
-def sharp_vocabulary(folder, pre):
+def sharp_vocabulary(pre):
     """Every pair of bytes merges, so an id sequence shows where words were cut; ranks are shuffled."""
     pairs = [(a, b) for a in _CHARS for b in _CHARS]
     random.Random(7).shuffle(pairs)
     tokens = _CHARS + [a + b for a, b in pairs if a + b not in SPECIALS] + list(SPECIALS)
     types = [TokenType.NORMAL] * (len(tokens) - len(SPECIALS)) + list(SPECIALS.values())
-    merges = [f"{a} {b}" for a, b in pairs]
-    return gguf_with(folder, pre, tokens, [int(t) for t in types], merges, pre=pre)
+    return metadata_of(tokens, types, [f"{a} {b}" for a, b in pairs], pre=pre)
 
 
-def tiny_vocabulary(folder):
+def tiny_vocabulary():
     """Few bytes, merges over texts that are no tokens, a merge given twice, bos and eos asked for."""
     tokens = ["a", "b", "c", "Ġ", "Ċ", "ab", "Ġa", "bca", "xy", "<s>", "</s>"]
-    merges = ["a b", "b c", "bc a", "x y", "c a", "a b", "Ġ a", "a a", "é z", "Ġa b"]
-    types = [1] * 9 + [3, 3]
-    return gguf_with(folder, "tiny", tokens, types, merges, bos_token_id=9, add_bos_token=True, add_eos_token=True)
+    merges = ["a b", "b c", "bc a", "x y", "c a", "a b", "Ġ a", "a a", "é z", "Ġa b", "Ġ b"]
+    return metadata_of(tokens, [1] * 9 + [3, 3], merges, bos_token_id=9, add_bos_token=True, add_eos_token=True)
 
 
 @pytest.fixture(scope="module", params=["bard", "qwen2", "qwen35", "tiny"])
 def both(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocabulary")
-    make = {"bard": lambda: BARD, "tiny": lambda: tiny_vocabulary(folder)}
-    path = make.get(request.param, lambda: sharp_vocabulary(folder, request.param))()
+    if request.param == "bard":
+        metadata, path = read_metadata(BARD), BARD
+    else:
+        metadata = tiny_vocabulary() if request.param == "tiny" else sharp_vocabulary(request.param)
+        path = tmp_path_factory.mktemp("vocabulary") / "vocabulary.gguf"
+        write_gguf(path, metadata, {})
     llama = LlamaVocab(path)
-    yield Tokenizer.from_metadata(read_metadata(path)), llama
+    yield Tokenizer.from_metadata(metadata), llama
     llama.close()
 
 
@@ -122,7 +120,7 @@ EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪�
 SPACES = [" ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u3000", "\u2028", "\u0085", "\x0b", "\x0c", "\u2003", "\ufeff", "\x00"]
 WORDS = ["don't", "I'VE", "we'Re", "'s", "'S", "''ll", "x'd", "1234567", "3.14", "0x1F", "a1b2", "!!!", "=>", "...\n\n", "—", "_a_b", "'", "\"q\""]
 LOOKALIKES = [*SPECIALS, "<|im_end|", "<|im_start|><|im_end|>", "<<|im_end|>>", "<|im_end|><think>x</think><|im", "<|IM_END|>", "< |im_end|>",
-              "<|im_start|>user\nhi<|im_end|>\n", "ink></think>", "<think></think>", "<s>a</s>", "abcabca bca xy", "aab b"]
+              "<|im_start|>user\nhi<|im_end|>\n", "ink></think>", "<think></think>", "<s>a</s>", "abcabca bca xy", "aab b", " b  b ab bc"]
 
 
 def varied_texts(n_random=600):
@@ -237,17 +235,13 @@ def test_nothing_big_is_read_before_use():
 
 
 def test_full_size_vocabulary_loads_in_time():
-    rng = random.Random(1)
-    tokens, seen, merges = list(_CHARS), set(_CHARS), []
-    while len(tokens) < 151_387 + 256:
-        a, b = rng.choice(tokens[:4000]), rng.choice(tokens)
-        if len(a + b) <= 24 and a + b not in seen:
-            seen.add(a + b)
-            tokens.append(a + b)
-            merges.append(f"{a} {b}")
+    pairs = [(a, b) for a in _CHARS for b in _CHARS]
+    pairs += [(a + b, c) for a, b in pairs for c in ("e", "s")][:151_387 - len(pairs)]
+    tokens = [*_CHARS, *(a + b for a, b in pairs)]
+    types = [1] * len(tokens) + [3] * (151_936 - len(tokens))
     tokens += [f"<|extra_{i}|>" for i in range(151_936 - len(tokens))]
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges,
-                "tokenizer.ggml.token_type": [1] * (151_387 + 256) + [3] * (len(tokens) - 151_387 - 256)}
+    metadata = metadata_of(tokens, types, [f"{a} {b}" for a, b in pairs])
+    assert len(tokens) == 151_936 and len(pairs) == 151_387
     start = time.perf_counter()
     ids = Tokenizer.from_metadata(metadata).encode("the whole vocabulary<|extra_3|>", parse_special=True)
     assert time.perf_counter() - start < 3
