@@ -1,0 +1,50 @@
+// What table.c, guard.c and step.c add: the only names here that are not ggml's.
+
+// table.c
+bool         q_open(const char * path);
+int          q_n_entries(void);
+const char * q_entry_name(int i);
+bool         q_entry_required(int i);
+const char * q_entry_file(int i);
+const char * q_file_of(const void * address);
+bool         q_has(const char * name);
+
+// guard.c
+void         q_watch_aborts(void);
+void         q_set_log_level(int level);
+const char * q_failure(void);
+int          q_count_types(ggml_context * ctx);
+ggml_tensor * q_clamp(ggml_context * ctx, ggml_tensor * a, float min, float max);
+ggml_cgraph * q_new_graph(ggml_context * ctx, size_t size);
+bool         q_expand(ggml_cgraph * graph, ggml_tensor * tensor);
+void         q_close_context(ggml_context * ctx);
+bool         q_is_open(const ggml_tensor * tensor);
+bool         q_place(ggml_backend_buffer * buffer, ggml_tensor * tensor, void * address);
+void         q_to_float(int type, const void * x, float * y, int64_t row_size, int64_t n_per_row, int64_t n_rows);
+
+// step.c
+struct q_stop {
+    int       wanted;
+    long long next_look;
+};
+struct q_copy {
+    ggml_tensor * tensor;
+    size_t        size;
+    bool          async;
+};
+extern "Python" int q_let_python_run(void);
+bool   q_install_stop(ggml_backend * backend, struct q_stop * stop);
+bool   q_set_n_threads(ggml_backend * backend, int n_threads);
+int    q_compute(ggml_backend * backend, ggml_backend_sched * sched, ggml_cgraph * graph, struct q_stop * stop);
+int    q_step(ggml_backend * backend, ggml_backend_sched * sched, ggml_cgraph * graph, struct q_stop * stop,
+              struct q_copy * inputs, int n_inputs, void ** in, struct q_copy * outputs, int n_outputs, void ** out);
+size_t q_collect_floating(ggml_context * ctx, ggml_tensor ** floating, size_t n);
+void   q_unbind(ggml_tensor ** floating, size_t n);
+bool   q_gallocr_reserve(ggml_gallocr * galloc, ggml_cgraph * graph);
+bool   q_gallocr_alloc(ggml_gallocr * galloc, ggml_cgraph * graph);
+void   q_save_sources(ggml_cgraph * graph, ggml_tensor ** sources);
+void   q_restore_sources(ggml_cgraph * graph, ggml_tensor ** sources);
+bool   q_sched_reserve(ggml_backend_sched * sched, ggml_cgraph * graph);
+bool   q_sched_alloc(ggml_backend_sched * sched, ggml_cgraph * graph);
+ggml_backend_buffer_type ** q_extra_buffer_types(ggml_backend_device * device);
+struct ggml_backend_feature * q_features(ggml_backend_reg * reg);

@@ -1,0 +1,32 @@
+"""The only package that speaks C: ggml's tensors, operations, devices and memory as Python objects (level 1)."""
+
+from . import types
+from .backend import Backend, Step
+from .device import Buffer, BufferType, Device, alloc_tensors, device, devices
+from .ops import (
+    PREC_DEFAULT,
+    PREC_F32,
+    ROPE_IMROPE,
+    ROPE_MROPE,
+    ROPE_NEOX,
+    ROPE_NORMAL,
+    ROPE_VISION,
+    SORT_ASC,
+    SORT_DESC,
+    TRI_LOWER,
+    TRI_LOWER_DIAG,
+    TRI_UPPER,
+    TRI_UPPER_DIAG,
+    Ops,
+)
+from .provider import Provider, provider
+from .scheduler import GraphAllocator, Scheduler
+from .tensor import Context, Graph, Tensor
+from .types import GgmlType
+
+__all__ = [
+    "PREC_DEFAULT", "PREC_F32", "ROPE_IMROPE", "ROPE_MROPE", "ROPE_NEOX", "ROPE_NORMAL", "ROPE_VISION", "SORT_ASC", "SORT_DESC",
+    "TRI_LOWER", "TRI_LOWER_DIAG", "TRI_UPPER", "TRI_UPPER_DIAG",
+    "Backend", "Buffer", "BufferType", "Context", "Device", "GgmlType", "Graph", "GraphAllocator", "Ops", "Provider", "Scheduler",
+    "Step", "Tensor", "alloc_tensors", "device", "devices", "provider", "types",
+]  # fmt: skip
