@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import TensorError
-from ..gguf_file import TensorInfo
+from ..gguf_file import GgufFile, TensorInfo
 
 # integer types, double, and the two types ggml only ever makes of activations
 NOT_WEIGHTS = frozenset({"i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k"})
@@ -122,11 +122,12 @@ class TensorTable:
                 chosen += next(wanted, entry.layouts[0])
         return chosen
 
-    def check(self, infos: Mapping[str, TensorInfo], where: str) -> Checked:
-        """Match the declarations with a file's tensors.
+    def check(self, file: GgufFile) -> Checked:
+        """Match the declarations with a file's tensor infos; no data is read.
 
         Raises TensorError: blocks of the wrong kind, missing tensors by name, shapes wanted and found, unusable types.
         """
+        infos, where = file.tensors, str(file.path)
         self._check_kinds(infos, where)
         wanted = self._wanted(infos, where)
         missing = [decl for decl in wanted if decl.required and decl.load and decl.name not in infos]

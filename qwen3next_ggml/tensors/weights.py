@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from .. import ggml
-from ..errors import BackendError, OptionError
+from ..errors import OptionError
+from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
 from .table import Checked, Decl, TensorTable
 
@@ -37,7 +38,7 @@ class _Item:
     """One tensor to create: its place, and how its bytes are made unless they are mapped."""
 
     decl: Decl
-    type: ggml.GgmlType
+    type: GgmlType
     place: _Place
     info: TensorInfo
     read: Callable[[], np.ndarray]
@@ -100,7 +101,7 @@ def load_weights(
     """
     if repack not in (False, True, "auto"):
         raise OptionError(f"repack is {repack!r}, expected True, False or 'auto'")
-    checked = table.check(file.tensors, str(file.path))
+    checked = table.check(file)
     n_layer = 1 + max((decl.layer for decl in table.decls() if decl.layer is not None), default=0)
     weights = Weights(table, checked, _spread(devices, n_layer))
     try:
@@ -135,22 +136,22 @@ class _Planner:
         self.repack_types: dict[tuple, ggml.BufferType | None] = {}
 
     def items(self, decl: Decl, info: TensorInfo) -> Iterable[_Item]:
-        type = ggml.GgmlType.of(info.type_id)
+        type = GgmlType.of(info.type_id)
         if decl.op is None and type.name != "f32":
             self.weights.notes.append(f"{decl.name} converted from {type.name} to f32")
             place = _Place(self.device(decl), COPIED)
-            return [_Item(decl, ggml.GgmlType.of("f32"), place, info, lambda: self.floats(info, type))]
+            return [_Item(decl, GgmlType.of("f32"), place, info, lambda: self.floats(info, type))]
         if decl.resplit:
             self.weights.notes.append(f"{decl.name} split into {' and '.join(part.attribute for part, _ in decl.parts)}")
             return [self.item(part, info, type, lambda rows=rows: self.rows(info, rows)) for part, rows in decl.parts]
         return [self.item(decl, info, type, lambda: self.file.data(info.name), whole=True)]
 
-    def item(self, decl: Decl, info: TensorInfo, type: ggml.GgmlType, read: Callable, whole: bool = False) -> _Item:
+    def item(self, decl: Decl, info: TensorInfo, type: GgmlType, read: Callable, whole: bool = False) -> _Item:
         device = self.device(decl)
         buffer_type = self.repack_type(device, decl, type) if decl.op in self.repacked_ops else None
         if buffer_type:
             place = _Place(device, REPACKED, buffer_type)
-        elif whole and self.mmap and device.can_map and info.offset % device.buffer_type().alignment == 0:
+        elif whole and self.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
             place = _Place(device, MAPPED, shard=info.shard)
         else:
             place = _Place(device, COPIED)
@@ -162,7 +163,7 @@ class _Planner:
         for decl in table.layout():
             info = found.get(table.ties.get(decl.name, ""))
             if info and decl.name not in found and self.device(decl) != self.weights.device_of(0):
-                items.append(self.item(decl, info, ggml.GgmlType.of(info.type_id), lambda i=info: self.file.data(i.name), True))
+                items.append(self.item(decl, info, GgmlType.of(info.type_id), lambda i=info: self.file.data(i.name), True))
         return items
 
     def device(self, decl: Decl) -> ggml.Device:
@@ -171,14 +172,14 @@ class _Planner:
             return self.weights.device_of(decl.layer)
         return self.weights.device_of(0 if decl.op == "get_rows" else -1)
 
-    def floats(self, info: TensorInfo, type: ggml.GgmlType) -> np.ndarray:
-        return ggml.types.dequantize(type, self.rows(info), info.ne[0])
+    def floats(self, info: TensorInfo, type: GgmlType) -> np.ndarray:
+        return types.dequantize(type, self.rows(info), info.ne[0])
 
     def rows(self, info: TensorInfo, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         n_rows = info.ne[1] if len(info.ne) > 1 else 1
         return self.file.data(info.name).reshape(-1, n_rows, info.nbytes // int(np.prod(info.ne[1:])))[:, rows]
 
-    def repack_type(self, device: ggml.Device, decl: Decl, type: ggml.GgmlType) -> ggml.BufferType | None:
+    def repack_type(self, device: ggml.Device, decl: Decl, type: GgmlType) -> ggml.BufferType | None:
         """Find a buffer type in whose own layout the device computes this product."""
         key = (device.name, decl.op, type.id, decl.ne)
         if key not in self.repack_types:
@@ -187,16 +188,16 @@ class _Planner:
         return self.repack_types[key]
 
 
-def _computes_from(device: ggml.Device, buffer_type: ggml.BufferType, decl: Decl, type: ggml.GgmlType) -> bool:
+def _computes_from(device: ggml.Device, buffer_type: ggml.BufferType, decl: Decl, type: GgmlType) -> bool:
     """Ask the device, with a weight in such a buffer; its pages are never touched."""
     with ggml.Context(4) as ctx:
         ops, w = ggml.Ops(ctx), ctx.new_tensor(type, *decl.ne)
         with buffer_type.alloc(buffer_type.alloc_size(w)) as buffer:
             buffer.place(w, 0)
-            x = ctx.new_tensor(ggml.F32, decl.ne[0], 1, 1)
+            x = ctx.new_tensor(types.F32, decl.ne[0], 1, 1)
             if decl.op == "mul_mat":
                 return device.supports_op(ops.mul_mat(w, x))
-            return device.supports_op(ops.mul_mat_id(w, x, ctx.new_tensor(ggml.I32, 1, 1)))
+            return device.supports_op(ops.mul_mat_id(w, x, ctx.new_tensor(types.I32, 1, 1)))
 
 
 def _create(file: GgufFile, weights: Weights, items: list[_Item], data: bool) -> None:
