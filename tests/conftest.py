@@ -6,6 +6,8 @@ import pathlib
 import hypothesis
 import pytest
 
+from tests.kit import Toys
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 hypothesis.settings.register_profile("default", deadline=None)
@@ -17,3 +19,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def bard():
     """Path of the embedded model."""
     return ROOT / "qwen3next_ggml" / "data" / "bard.gguf"
+
+
+@pytest.fixture(scope="session")
+def toys(tmp_path_factory):
+    """Random model files, each written on first use: `toys.t0`, `toys.mtp`, `toys.legacy`, `toys.file(type="q8_0")`, …"""
+    return Toys(tmp_path_factory.mktemp("toys"))

@@ -6,8 +6,10 @@ Reads files with gguf-py's own reader and dequantiser, never with ours, so that 
 from .distance import assert_same_greedy, max_abs, nmse, top2_gap
 from .files import read_arrays, read_metadata, reference_of, write_gguf
 from .process import run_python, run_qgraph
+from .toys import Toys
 
 __all__ = [
+    "Toys",
     "assert_same_greedy",
     "max_abs",
     "nmse",
