@@ -1,0 +1,5 @@
+"""`python -m qwen3next_ggml.cli` (level 12)."""
+
+from . import main
+
+main()

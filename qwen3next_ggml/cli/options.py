@@ -1,0 +1,198 @@
+"""The options that commands share, spelled as llama.cpp spells them (level 12).
+
+A decorator adds one group of options and hands the command one frozen value for all of them. Most options fall back on
+$QGRAPH_<NAME>, then $LLAMA_ARG_<NAME>. Importing this file loads neither numpy nor ggml.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import click
+
+from ..errors import OptionError
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+GRAPHS = ("auto", "plain", "lean")
+DELTA_NETS = ("auto", "fused", "chunked", "autoregressive")
+
+
+def option(*spelling: str, env: str | None = None, **settings) -> Callable:
+    """Return a click option that shows its default and falls back on the variables of `env`."""
+    variables = [f"QGRAPH_{env}", f"LLAMA_ARG_{env}"] if env else None
+    return click.option(*spelling, envvar=variables, **{"show_default": "default" in settings} | settings)
+
+
+def grouped(name: str, make: Callable, *parameters: Callable) -> Callable:
+    """Return a decorator that adds `parameters` and passes `make(**their values)` to the command as `name`."""
+
+    def decorate(command: Callable) -> Callable:
+        @functools.wraps(command)
+        def call(**given):
+            values = {key: given.pop(key) for key in keys}
+            return command(**{name: make(**values)}, **given)
+
+        n_before = len(getattr(command, "__click_params__", ()))
+        for parameter in reversed(parameters):
+            call = parameter(call)
+        keys = [parameter.name for parameter in call.__click_params__[n_before:]]
+        return call
+
+    return decorate
+
+
+class Switch(click.ParamType):
+    """on, off or auto, with llama.cpp's other words for them."""
+
+    name = "switch"
+    words = {"on": "on", "1": "on", "true": "on", "off": "off", "0": "off", "false": "off", "auto": "auto"}
+
+    def convert(self, value, param, ctx):
+        return self.words.get(value.lower()) or self.fail(f"{value!r} is not one of on, off, auto", param, ctx)
+
+
+class Listed(click.ParamType):
+    """A comma-separated list of another type, as a tuple."""
+
+    name = "list"
+
+    def __init__(self, of: click.ParamType):
+        self.of = of
+
+    def convert(self, value, param, ctx):
+        return value if isinstance(value, tuple) else tuple(self.of.convert(one, param, ctx) for one in value.split(","))
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="put one JSON document on the last line of stdout")
+provider_option = click.option(
+    "--ggml", metavar="NAME|DIR",
+    help="where libggml comes from: ggml_python, llama_cpp, libggml or a folder  [default: $QGRAPH_GGML or ggml_python]",
+)  # fmt: skip
+
+
+# the file
+
+
+def _path(model: str | None, model_option: str | None) -> str | None:
+    source = click.get_current_context().get_parameter_source("model_option")
+    if model and model_option and source is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"the model was given twice: {model} and -m {model_option}")
+    return model or model_option
+
+
+path_parameters = (
+    click.argument("model", required=False),
+    option("-m", "--model", "model_option", metavar="FNAME", env="MODEL",
+           help="the same as MODEL: a GGUF file, or any file of a split set  [default: the embedded model]"),
+)  # fmt: skip
+
+path_options = grouped("path", _path, *path_parameters)
+
+
+def opened(path: str | None):
+    """Return the open GgufFile, the embedded model's without a path."""
+    from ..gguf_file import GgufFile
+    from ..model import embedded_model
+
+    return GgufFile.open(path or embedded_model())
+
+
+# the model, and where it runs
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which file, on which devices of which libggml."""
+
+    path: str | None
+    device: str
+    repack: bool
+    ggml: str | None
+
+    def load(self):
+        """Return the loaded Model."""
+        from .. import ggml
+        from ..model import load
+
+        ggml.provider(self.ggml)
+        return load(self.path, device=_device_names(self.device), repack=self.repack)
+
+
+def _device_names(wanted: str) -> list[str]:
+    from .. import ggml
+
+    if wanted == "auto":
+        return [device.name for device in ggml.devices() if device.kind in ("gpu", "igpu")] or ["CPU"]
+    return ["CPU"] if wanted == "none" else [name.strip() for name in wanted.split(",")]
+
+
+def _model(model, model_option, list_devices, **values) -> ModelOptions:
+    if list_devices:
+        from .devices import list_devices
+
+        list_devices(values["ggml"])
+        raise click.exceptions.Exit(0)
+    return ModelOptions(path=_path(model, model_option), **values)
+
+
+model_options = grouped(
+    "model", _model, *path_parameters,
+    option("-dev", "--device", default="CPU", metavar="DEV,…", env="DEVICE",
+           help="devices the layers are spread over; auto: all GPUs, or the CPU; none: the CPU"),
+    option("--list-devices", is_flag=True, help="list the devices and exit"),
+    option("--repack/--no-repack", " /-nr", default=False, env="REPACK",
+           help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy"),
+    provider_option,
+)  # fmt: skip
+
+
+# the session
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The size of a session's state and the graph it computes with."""
+
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int | None
+    type_k: str
+    type_v: str
+    flash_attn: str
+    graph: str
+    delta_net: str
+
+    def open(self, model):
+        """Return a new Session of `model`."""
+        return model.session(
+            n_ctx=self.n_ctx, n_ubatch=min(self.n_batch, self.n_ubatch), n_threads=self.n_threads, type_k=self.type_k,
+            type_v=self.type_v, flash_attn=self.flash_attn, graph=self.graph, delta_net=self.delta_net,
+        )  # fmt: skip
+
+
+graph_parameters = (
+    option("--graph", type=click.Choice(GRAPHS), default="auto", env="GRAPH",
+           help="plain: llama.cpp's own graph; lean: the same result from fewer nodes"),
+    option("--delta-net", type=click.Choice(DELTA_NETS), default="auto", env="DELTA_NET", help="form of the delta rule"),
+)  # fmt: skip
+
+session_options = grouped(
+    "session", SessionOptions,
+    option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=4096, env="CTX_SIZE",
+           help="tokens the context holds; 0: as many as the model was trained on"),
+    option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=2048, env="BATCH", help="upper limit of -ub"),
+    option("-ub", "--ubatch-size", "n_ubatch", type=click.IntRange(min=1), default=512, env="UBATCH",
+           help="tokens computed at once"),
+    option("-t", "--threads", "n_threads", type=click.IntRange(min=1), env="THREADS",
+           help="CPU threads  [default: all this process may use]"),
+    option("-ctk", "--cache-type-k", "type_k", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_K",
+           help="type of the K cache"),
+    option("-ctv", "--cache-type-v", "type_v", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_V",
+           help="type of the V cache"),
+    option("-fa", "--flash-attn", "flash_attn", type=Switch(), default="auto", metavar="on|off|auto", env="FLASH_ATTN",
+           help="flash attention"),
+    *graph_parameters,
+)  # fmt: skip
