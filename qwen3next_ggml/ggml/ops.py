@@ -62,7 +62,7 @@ def _compile(stub: Callable, function: str) -> Callable:
 def _argument(parameter: inspect.Parameter, c_type: str) -> str:
     name = parameter.name
     if c_type == "struct ggml_tensor *":
-        return f"{name}._p" if parameter.default is parameter.empty else f"_NULL if {name} is None else {name}._p"
+        return f"_NULL if {name} is None else {name}._p" if "None" in str(parameter.annotation) else f"{name}._p"
     return f"{name}.id" if name == "type" else name
 
 

@@ -46,4 +46,4 @@ class RecurrentMemory:
     def read(self, il: int, name: str, seq: int) -> np.ndarray:
         """Return the state of `seq` in numpy order of its spec: conv [channels, d_conv − 1], delta [H, S_v, S_k]."""
         state = self.states[il, name]
-        return state.all.get()[seq].reshape(state.spec.ne[::-1])
+        return state.all.get().reshape(self.n_slots, *state.spec.ne[::-1])[seq]
