@@ -92,7 +92,7 @@ class ManyDevices:
                 x.set(values[name])
         self._scheduler.compute(built.graph)
         if out is not None:
-            out[:] = built.logits.get()
+            out[:] = built.logits.get().reshape(out.shape)
 
     def _pin(self, built: Built) -> None:
         for node, device in built.device_of.items():

@@ -5,16 +5,19 @@ from collections.abc import Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import ggml as ggml_layer
 from . import models
-from .chat import ChatTemplate
 from .errors import OptionError
 from .gguf_file import GgufFile
 from .hparams import Metadata
 from .session import Session
 from .tensors import TensorTable, load_weights
-from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .chat import ChatTemplate
+    from .tokenizer import Tokenizer
 
 
 def embedded_model() -> Path:
@@ -45,13 +48,11 @@ def load(
         hp = arch.load_arch_hparams(Metadata(file.metadata, file.arch))
         table = TensorTable()
         arch.load_arch_tensors(table, hp, load_mtp=load_mtp)
-        table.check(file)
-        placed = [devices[i * len(devices) // hp.n_layer_all] for i in range(hp.n_layer_all)]
-        loaded = load_weights(file, table, placed, repack=repack, mmap=mmap, data=weights)
+        loaded = load_weights(file, table, devices, repack=repack, mmap=mmap, data=weights)
     except BaseException:
         file.close()
         raise
-    return Model(file, arch, hp, loaded, devices, placed, n_threads or available_cpus())
+    return Model(file, arch, hp, loaded, devices, n_threads or available_cpus())
 
 
 def available_cpus() -> int:
@@ -62,13 +63,13 @@ def available_cpus() -> int:
 class Model:
     """A loaded model: `hparams`, `weights`, `tokenizer`, `chat_template`, and `session()`."""
 
-    def __init__(self, file, arch, hparams, weights, devices, layer_devices, n_threads):
+    def __init__(self, file, arch, hparams, weights, devices, n_threads):
         self.file = file
         self.arch = arch
         self.hparams = hparams
         self.weights = weights
         self.devices = devices
-        self.layer_devices = layer_devices
+        self.layer_devices = [weights.device_of(il) for il in range(hparams.n_layer_all)]
         self.n_threads = n_threads
 
     @property
@@ -76,12 +77,17 @@ class Model:
         """Name → what the file says of a tensor: type, shape, place."""
         return self.file.tensors
 
+    # text is brought in on first use: whoever decodes token ids does not wait for it
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
+        from .tokenizer import Tokenizer
+
         return Tokenizer.from_metadata(self.file.metadata)
 
     @cached_property
-    def chat_template(self) -> ChatTemplate:
+    def chat_template(self) -> "ChatTemplate":
+        from .chat import ChatTemplate
+
         return ChatTemplate.from_metadata(self.file.metadata)
 
     def device_index(self, il: int) -> int:

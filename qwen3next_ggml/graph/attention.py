@@ -1,7 +1,7 @@
 """Gated grouped-query attention over a KV cache (level 5)."""
 
 from .. import ggml
-from ..ggml import types
+from ..ggml import ops, types
 from .builder import GraphBuilder, expect_shape
 from .inputs import Inputs
 from .linear import linear
@@ -49,11 +49,11 @@ def attend(
         if not g.options.kv_as_stored:
             k, v = (g.cast(x, types.F16) if x.type == types.F32 else x for x in (k, v))
         out = g.flash_attn_ext(q, k, v, inp.kq_mask, kq_scale, 0.0, 0.0)  # [D, H, n_tokens, 1]
-        g.flash_attn_ext_set_prec(out, "f32")
+        g.flash_attn_ext_set_prec(out, ops.PREC_F32)
         out = g.reshape_2d(out, D * H, n_tokens)
     else:
         kq = g.name(g.mul_mat(k, q), "kq", il)  # [n_kv, n_tokens, H, 1]
-        g.mul_mat_set_prec(kq, "f32")
+        g.mul_mat_set_prec(kq, ops.PREC_F32)
         kq = g.name(g.soft_max_ext(kq, inp.kq_mask, kq_scale, 0.0), "kq_soft_max", il)
         out = g.name(g.mul_mat(v, kq), "kqv", il)  # [D, n_tokens, H, 1]
         out = g.cont_2d(g.permute(out, 0, 2, 1, 3), D * H, n_tokens)
@@ -99,6 +99,6 @@ def rope(g: GraphBuilder, hp, x: ggml.Tensor, pos: ggml.Tensor) -> ggml.Tensor:
     """Rotate the first `n_rot` of x's D dimensions; frequencies come from n_rot, never from the head width."""
     r = hp.rope
     return g.rope_ext(
-        x, pos, None, hp.n_rot, "neox", r.n_ctx_orig, r.freq_base, r.freq_scale,
+        x, pos, None, hp.n_rot, ops.ROPE_NEOX, r.n_ctx_orig, r.freq_base, r.freq_scale,
         r.ext_factor, r.attn_factor, r.beta_fast, r.beta_slow,
     )  # fmt: skip

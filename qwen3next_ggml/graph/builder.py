@@ -28,14 +28,14 @@ class GraphBuilder(ggml.Ops):
 
     def __init__(
         self,
-        ctx: ggml.Context,
+        context: ggml.Context,
         graph: ggml.Graph,
         options: GraphOptions,
         *,
         scales: dict | None = None,
         on_name: Callable | None = None,
     ):
-        super().__init__(ctx)
+        super().__init__(context)
         self.graph = graph
         self.options = options
         self.scales = scales or {}
@@ -53,7 +53,7 @@ class GraphBuilder(ggml.Ops):
     def input(self, name: str, dtype: ggml.GgmlType, *ne: int) -> ggml.Tensor:
         """Return the input `name`, creating it with shape `ne` on first use."""
         if name not in self.inputs:
-            x = self.inputs[name] = self.ctx.new_tensor(dtype, *ne, name=name)
+            x = self.inputs[name] = self.context.new_tensor(dtype, *ne, name=name)
             self.set_input(x)
         return self.inputs[name]
 
@@ -83,7 +83,7 @@ def capture(
     """
     nodes = graph.nodes
     overwritten = {n.view_src for n in nodes if n.view_src is not None and n.op not in PLAIN_VIEW_OPS}
-    out = ggml.Graph(g.ctx, 2 * len(nodes) + 64)
+    out = ggml.Graph(g.context, 2 * len(nodes) + 64)
     seen: dict[str, int] = {}
     kept = {}
     for node in nodes:

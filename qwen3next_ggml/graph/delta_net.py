@@ -6,6 +6,7 @@ A gate is scalar [1, H_v, T, n_seqs] or per key channel [S_k, H_v, T, n_seqs].
 """
 
 from .. import ggml
+from ..ggml.ops import TRI_LOWER, TRI_LOWER_DIAG
 from .builder import GraphBuilder, expect_shape
 
 CHUNK = 64
@@ -111,8 +112,8 @@ def chunked(g, q, k, v, gate, beta, state, il) -> tuple[ggml.Tensor, ggml.Tensor
 
     G = _running_gate(g, gate, C, n_chunks, B, il)  # [n_g, C, n_chunks, B]
     kk, kq = (_scalar_scores if n_g == 1 else _channel_scores)(g, q, k, k_b, G, C, n_chunks, B, il)
-    kq = g.name(g.tri(kq, "lower_diag"), "kq", il)  # [j, i, n_chunks, B]
-    solved = _solve(g, g.name(g.tri(kk, "lower"), "attn", il), C, il)  # T: [j, i, n_chunks, B]
+    kq = g.name(g.tri(kq, TRI_LOWER_DIAG), "kq", il)  # [j, i, n_chunks, B]
+    solved = _solve(g, g.name(g.tri(kk, TRI_LOWER), "attn", il), C, il)  # T: [j, i, n_chunks, B]
 
     e_G = g.exp(G)
     U_t = g.mul_mat(solved, _t(g, v_b))  # [C, S_v, n_chunks, B]
@@ -173,7 +174,7 @@ def _scalar_scores(g, q, k, k_b, G, C, n_chunks, B, il):
     G_j = g.reshape_4d(G, C, 1, n_chunks, B)
     D = g.sub(g.repeat_4d(G, C, C, n_chunks, B), G_j)  # [j, i, n_chunks, B]
     # masked before exp: above the diagonal the difference is positive and may overflow
-    D = g.name(g.exp(g.tri(D, "lower_diag")), "decay_mask", il)
+    D = g.name(g.exp(g.tri(D, TRI_LOWER_DIAG)), "decay_mask", il)
     return g.mul(g.mul_mat(k, k_b), D), g.mul(g.mul_mat(k, q), D)
 
 

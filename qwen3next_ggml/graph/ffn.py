@@ -3,6 +3,7 @@
 from math import inf
 
 from .. import ggml
+from ..ggml.ops import SORT_DESC
 from .builder import GraphBuilder, expect_shape
 from .linear import linear, linear_id
 
@@ -25,7 +26,7 @@ def route(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> tuple[ggml.Tensor
         weights = g.name(weights, "ffn_moe_weights_norm", il)
     else:
         probs = g.name(g.soft_max(logits), "ffn_moe_probs", il)
-        order = g.argsort(probs, "desc")
+        order = g.argsort(probs, SORT_DESC)
         ids = g.view_4d(order, n_used, *order.ne[1:], *order.nb[1:], 0)
         g.name(order, "ffn_moe_argsort", il)
         ids = g.name(ids, "ffn_moe_topk", il)

@@ -27,7 +27,7 @@ class Graph(ggml.Ops):
         """Bring `array` in as an input of type `dtype` (quantised types too); its ggml shape is the numpy one reversed."""
         array = np.ascontiguousarray(array)
         kind = types.GgmlType.of(dtype)
-        x = self.ctx.new_tensor(kind, *(array.shape[::-1] or (1,)), name=name)
+        x = self.context.new_tensor(kind, *(array.shape[::-1] or (1,)), name=name)
         self.set_input(x)
         if kind.is_quantized:
             array = types.quantize(kind, array.astype(np.float32))
@@ -40,7 +40,7 @@ class Graph(ggml.Ops):
 
     def compute(self, *outputs: ggml.Tensor) -> np.ndarray | list[np.ndarray]:
         """Compute `outputs` → their values, one array or a list, axes reversed from ggml order."""
-        graph = ggml.Graph(self.ctx, self._max_nodes)
+        graph = ggml.Graph(self.context, self._max_nodes)
         for x in outputs:
             self.set_output(x)
             graph.expand(x)
@@ -56,7 +56,7 @@ class Graph(ggml.Ops):
     def close(self) -> None:
         """Free the backend and every tensor of this graph."""
         self._backend.close()
-        self.ctx.close()
+        self.context.close()
 
     def __enter__(self) -> "Graph":
         return self

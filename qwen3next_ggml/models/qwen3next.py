@@ -9,6 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import UnsupportedModelError
+from ..ggml import Tensor
+from ..graph.attention import gated_attention
+from ..graph.builder import GraphBuilder
+from ..graph.conv import conv_input, conv_silu
+from ..graph.delta_net import delta_net, pair_heads
+from ..graph.ffn import moe_ffn
+from ..graph.inputs import Inputs
+from ..graph.linear import linear
+from ..graph.norm import gated_rms_norm, l2_norm, rms_norm
+from ..graph.state import GraphState, KvSpec, RecurrentSpec
 from ..hparams import HParams, Metadata, load_hparams, uniform
 from ..tensors import Block, TensorTable, stacked
 
@@ -192,3 +202,117 @@ def _declare_nextn(block: Block, hp: HParams) -> None:
     block.declare("nextn.shared_head_norm.weight", (n_embd,), required=False)
     block.declare("nextn.embed_tokens.weight", (n_embd, n_vocab), op="get_rows", required=False)
     block.declare("nextn.shared_head_head.weight", (n_embd, n_vocab), op="mul_mat", required=False)
+
+def state_specs(hp: HParams) -> list[KvSpec | RecurrentSpec]:
+    """Return what must survive between two graph runs: K and V, or the conv window "r" and the delta state "s"."""
+    specs: list[KvSpec | RecurrentSpec] = []
+    S, H_k, H_v = hp.ssm_d_state, hp.ssm_n_group, hp.ssm_dt_rank
+    for il in range(hp.n_layer):
+        if hp.is_recr(il):
+            specs.append(RecurrentSpec(il, "r", (hp.ssm_d_conv - 1, S * (2 * H_k + H_v))))
+            specs.append(RecurrentSpec(il, "s", (S, S, H_v)))
+        else:
+            specs.append(KvSpec(il, hp.n_head_kv, hp.n_embd_head_k, hp.n_embd_head_v))
+    return specs
+
+
+def inputs(hp: HParams) -> dict[str, int]:
+    """Return what the graph wants to know of each token beyond its id: one position."""
+    return {"pos_per_token": 1}
+
+
+def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphState) -> Tensor | None:
+    """Emit the trunk for one ubatch → logits [n_vocab, n_outputs], or None when no row is wanted.
+
+    The NextN block is loaded but not run here. Mirrors `llama_model_qwen3next::graph`.
+    """
+    n_outputs, last = inp.sizes.n_outputs, hp.n_layer - 1
+    x = g.name(g.get_rows(w.token_embd, inp.tokens), "model.embed_tokens")  # [n_embd, n_tokens]
+    g.expand(x)
+    for il in range(hp.n_layer):
+        wb = w.blk[il]
+        residual = x
+        x = g.name(rms_norm(g, x, wb.attn_norm, hp.f_norm_rms_eps, il), "attn_norm", il)
+        g.expand(x)
+        if hp.is_recr(il):
+            x = build_layer_attn_linear(g, hp, wb, inp, state, x, il)
+        else:
+            x = gated_attention(g, hp, wb, inp, state.kv[il], x, il)
+        if il == last and n_outputs == 0:
+            return None
+        if il == last and g.options.prune_last and n_outputs < inp.sizes.n_tokens:
+            x, residual = g.get_rows(x, inp.out_ids), g.get_rows(residual, inp.out_ids)
+
+        x = g.name(g.add(x, residual), "attn_residual", il)
+        normed = rms_norm(g, x, wb.post_attention_norm, hp.f_norm_rms_eps, il)
+        ffn = moe_ffn(g, hp, wb, g.name(normed, "attn_post_norm", il), il)
+        x = g.add(g.name(ffn, "ffn_out", il), x)
+        x = g.name(g.name(x, "post_moe", il), "l_out", il)
+        g.end_layer(x, il)
+
+    x = g.name(rms_norm(g, x, w.output_norm, hp.f_norm_rms_eps, -1), "h_nextn")
+    if not g.options.prune_last:
+        x = g.get_rows(x, inp.out_ids)
+    x = g.name(x, "result_norm")
+    logits = g.name(linear(g, w.output, x), "result_output")  # [n_vocab, n_outputs]
+    g.expand(logits)
+    return logits
+
+
+def build_layer_attn_linear(
+    g: GraphBuilder, hp: HParams, wb, inp: Inputs, state: GraphState, x: Tensor, il: int
+) -> Tensor:
+    """Mix x [n_embd, n_tokens] through convolution and gated delta rule → [n_embd, n_tokens].
+
+    Value head h uses key head h // r. Mirrors `build_layer_attn_linear`.
+    """
+    S, H_k, H_v, T, n_seqs = hp.ssm_d_state, hp.ssm_n_group, hp.ssm_dt_rank, inp.sizes.n_seq_tokens, inp.sizes.n_seqs
+    key_dim, value_dim, eps = S * H_k, S * H_v, hp.f_norm_rms_eps
+    conv_dim = 2 * key_dim + value_dim
+
+    mixed = linear(g, wb.attn_qkv, x)
+    mixed = g.name(g.reshape_3d(mixed, conv_dim, T, n_seqs), "linear_attn_qkv_mixed", il)
+    z = g.name(linear(g, wb.attn_gate, x), "z", il)  # [value_dim, n_tokens]
+    gate, beta = _gates(g, hp, wb, inp, x, il)
+
+    window, delta = state.recurrent[il, "r"], state.recurrent[il, "s"]
+    columns = conv_input(g, inp, window, mixed, hp.ssm_d_conv, il)
+    past = g.name(g.reshape_4d(delta.read(g, inp), S, S, H_v, n_seqs), "state_predelta", il)
+    conv = conv_silu(g, columns, wb.ssm_conv1d, il)  # [conv_dim, T, n_seqs]
+
+    size = conv.type.row_size
+    nb1, nb2, nb3 = size(S), size(conv_dim), size(conv_dim * T)
+    q = g.name(g.view_4d(conv, S, H_k, T, n_seqs, nb1, nb2, nb3, 0), "q_conv", il)
+    k = g.name(g.view_4d(conv, S, H_k, T, n_seqs, nb1, nb2, nb3, size(key_dim)), "k_conv", il)
+    v = g.name(g.view_4d(conv, S, H_v, T, n_seqs, nb1, nb2, nb3, size(2 * key_dim)), "v_conv", il)
+    q, k = l2_norm(g, q, S, eps), l2_norm(g, k, S, eps)
+    q = g.name(pair_heads(g, q, H_v, "interleaved"), "q_conv_predelta", il)
+    k = g.name(pair_heads(g, k, H_v, "interleaved"), "k_conv_predelta", il)
+    v = g.name(v, "v_conv_predelta", il)
+
+    out, new = delta_net(g, q, k, v, gate, beta, past, il)
+    out, new = g.name(out, "attn_output", il), g.name(new, "new_state", il)
+    delta.write(g, inp, new, delta.target(g, inp))
+
+    z = g.reshape_4d(z, S, H_v, T, n_seqs)
+    out = gated_rms_norm(g, out, wb.ssm_norm, z, eps, il)
+    out = g.name(g.reshape_3d(out, value_dim, T, n_seqs), "final_output", il)
+    out = g.name(linear(g, wb.ssm_out, out), "linear_attn_out", il)
+    return g.reshape_2d(out, hp.n_embd, T * n_seqs)
+
+
+def _gates(g: GraphBuilder, hp: HParams, wb, inp: Inputs, x: Tensor, il: int) -> tuple[Tensor, Tensor]:
+    """Return log decay and step size, both [1, H_v, T, n_seqs]; `ssm_ba` holds per key head [r of b | r of a]."""
+    H_k, H_v, T, n_seqs = hp.ssm_n_group, hp.ssm_dt_rank, inp.sizes.n_seq_tokens, inp.sizes.n_seqs
+    r = H_v // H_k
+    ba = g.name(linear(g, wb.ssm_ba, x), "linear_attn_mixed_ba", il)
+    ba = g.reshape_4d(ba, 2 * r, H_k, T, n_seqs)
+    nb0, nb1, nb2, nb3 = ba.nb
+    b = g.name(g.view_4d(ba, r, H_k, T, n_seqs, nb1, nb2, nb3, 0), "b", il)
+    a = g.name(g.view_4d(ba, r, H_k, T, n_seqs, nb1, nb2, nb3, r * nb0), "a", il)
+    beta = g.sigmoid(g.cont(b))
+    a = g.add(g.cont_3d(a, H_v, T, n_seqs), wb.ssm_dt_bias)
+    a = g.name(g.softplus(a), "a_softplus", il)
+    gate = g.name(g.mul(a, wb.ssm_a), "gate", il)  # ssm_a is −exp(A_log)
+    beta = g.reshape_4d(beta, 1, H_v, T, n_seqs)
+    return g.reshape_4d(gate, 1, H_v, T, n_seqs), beta
