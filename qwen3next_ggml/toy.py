@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain, islice, product
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from .tensors import Decl, TensorTable
 
 DEFAULT_LAYERS = 4
 CHUNK = 1 << 22  # values made and quantised at a time
-DISTINCT_EXPERTS = 8
-BIG = 1 << 24  # values above which experts are made from a few distinct ones
+BANK = 1 << 23  # values of a tensor that are drawn and quantised; a bigger tensor recombines them
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -190,10 +190,12 @@ def _raw(decl: Decl, type: GgmlType, seed: int) -> Iterator[np.ndarray]:
     """Yield a tensor's bytes, whole rows at a time: [n_rows, row_size]."""
     if decl.parts:
         yield _composed(decl, type, seed)
-    elif decl.op == "mul_mat_id" and np.prod(decl.ne) > BIG:
-        yield from _experts(decl, type, seed)
+        return
+    n_rows, segment = int(np.prod(decl.ne[1:])), gcd(decl.ne[0], 256)
+    if n_rows * decl.ne[0] > BANK and decl.ne[0] > segment:
+        yield from _reused(decl, type, seed, segment)
     else:
-        yield from _rows(decl, type, seed, int(np.prod(decl.ne[1:])))
+        yield from _rows(decl, type, seed, n_rows)
 
 
 def _rows(decl: Decl, type: GgmlType, seed: int, n_rows: int) -> Iterator[np.ndarray]:
@@ -219,17 +221,18 @@ def _shaped(decl: Decl, noise: np.ndarray) -> np.ndarray:
     return noise * np.float32(gain / decl.ne[0] ** 0.5)
 
 
-def _experts(decl: Decl, type: GgmlType, seed: int) -> Iterator[np.ndarray]:
-    """Make a few experts and the others by turning their rows round.
+def _reused(decl: Decl, type: GgmlType, seed: int, segment: int) -> Iterator[np.ndarray]:
+    """Make BANK values, then build all rows of segments of those rows, each row of a different set.
 
-    Quantising 512 experts of 4 layers of the published model took minutes; this way it is their bytes that take the time,
-    and no two experts are equal.
+    Quantisation works on blocks inside a row, so segments of whole blocks may be recombined after it. Quantising every value of
+    4 layers of the published model takes minutes; this way most of the time goes into writing bytes, and no two rows are equal.
     """
-    _, n_rows, n_expert = decl.ne
-    made = np.concatenate(list(_rows(decl, type, seed, n_rows * DISTINCT_EXPERTS))).reshape(DISTINCT_EXPERTS, n_rows, -1)
-    for i in range(n_expert):
-        turn, which = divmod(i, DISTINCT_EXPERTS)
-        yield np.roll(made[which], turn, axis=0)
+    n_rows, n_bank, n_segments = int(np.prod(decl.ne[1:])), BANK // decl.ne[0], decl.ne[0] // segment
+    bank = np.concatenate(list(_rows(decl, type, seed, n_bank))).reshape(n_bank, n_segments, -1)
+    j = np.arange(n_segments)
+    for start in range(0, n_rows, n_bank):
+        turn, i = start // n_bank, np.arange(min(n_bank, n_rows - start))
+        yield bank[(i[:, None] + turn * j) % n_bank, j].reshape(len(i), -1)
 
 
 def _composed(decl: Decl, type: GgmlType, seed: int) -> np.ndarray:
