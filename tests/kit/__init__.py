@@ -3,6 +3,7 @@
 Reads files with gguf-py's own reader and dequantiser, never with ours, so that a test has a second opinion.
 """
 
+from .dirt import poison
 from .distance import assert_same_greedy, max_abs, nmse, top2_gap
 from .files import read_arrays, read_metadata, reference_of, write_gguf
 from .process import run_python, run_qgraph
@@ -13,6 +14,7 @@ __all__ = [
     "assert_same_greedy",
     "max_abs",
     "nmse",
+    "poison",
     "read_arrays",
     "read_metadata",
     "reference_of",
