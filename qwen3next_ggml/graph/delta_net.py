@@ -79,7 +79,7 @@ def autoregressive(g, q, k, v, gate, beta, state, il) -> tuple[ggml.Tensor, ggml
     decay = g.exp(g.reshape_4d(gate, gate.ne[0], 1, H, n_seqs))  # [1 or S_k, 1, H, n_seqs]: the key axis
     q = g.reshape_4d(q, S_k, 1, H, n_seqs)
     k = g.reshape_4d(k, S_k, 1, H, n_seqs)
-    v = g.reshape_4d(v, S_v, 1, H, n_seqs)
+    v = g.permute(v, 0, 2, 1, 3)  # [S_v, 1, H, n_seqs]: a strided view when there are several sequences
     beta = g.reshape_4d(beta, 1, 1, H, n_seqs)
 
     state = g.mul(state, decay)  # [S_k, S_v, H, n_seqs]
