@@ -101,7 +101,7 @@ def main(output: str) -> None:
     found = functions(headers)
     checks = set(re.findall(r"\b(check_ggml_\w+)\b", read("checks.c")))
     types = DECLARATION.sub("", headers)
-    structs = "\n".join(re.findall(r"^struct \w+ \{.*?^\};", native, re.MULTILINE | re.DOTALL))
+    structs = "\n".join(re.findall(r"^#define .*?$|^struct \w+ \{.*?^\};", native, re.MULTILINE | re.DOTALL))
 
     plain = [f.wrapper(checks) for f in found if f.mark != "OP"]
     ops = [f.wrapper(checks) for f in found if f.mark == "OP"]
@@ -110,7 +110,8 @@ def main(output: str) -> None:
             PREAMBLE, types, structs,
             "static struct table {", *(f.slot() for f in found), "} T;\n",
             "#define TABLE_ENTRIES \\", *(f.entry() for f in found), "",
-            read("table.c"), *plain, read("guard.c"), read("checks.c"), *ops, read("build.c"), read("step.c"),
+            read("table.c"), *plain, read("guard.c"), read("checks.c"), *ops,
+            read("build.c"), read("support.c"), read("step.c"),
         ]
     )  # fmt: skip
 

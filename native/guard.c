@@ -61,12 +61,24 @@ static bool q_is_open(const ggml_tensor * t) {
     return operand("tensor", t);
 }
 
+// a step is checked once; it is checked again when anything it may rest on was closed or has moved
+static long long epoch;
+
+static long long q_epoch(void) {
+    return epoch;
+}
+
+static void q_new_epoch(void) {
+    epoch++;
+}
+
 // tensor structs live on while somebody holds a handle; a type nobody knows makes every later use a readable error
 static void q_close_context(ggml_context * ctx) {
     for (ggml_tensor * t = T.ggml_get_first_tensor(ctx); t; t = T.ggml_get_next_tensor(ctx, t)) {
         t->type = -1;
     }
     T.ggml_set_no_alloc(ctx, false);
+    epoch++;
 }
 
 // ggml_new_tensor looks at the type before the number of dimensions: no dimension at all tells whether it liked the type

@@ -15,9 +15,18 @@ static long long now_ms(void) {
     return now.tv_sec * 1000ll + now.tv_nsec / 1000000;
 }
 
+static int stop_all; // the interpreter is ending
+
+static void q_stop_all(void) {
+    __atomic_store_n(&stop_all, 1, __ATOMIC_RELAXED);
+}
+
 // asked by the calling thread after each node; ten times a second Python's signal handlers get a chance to raise
 static bool stop_wanted(void * data) {
     struct q_stop * stop = data;
+    if (__atomic_load_n(&stop_all, __ATOMIC_RELAXED)) {
+        return true;
+    }
     if (!__atomic_load_n(&stop->wanted, __ATOMIC_RELAXED) && now_ms() >= stop->next_look) {
         stop->next_look = now_ms() + 100;
         if (q_let_python_run() != 0) {
@@ -57,48 +66,86 @@ static struct ggml_backend_feature * q_features(ggml_backend_reg * reg) {
     return get ? get(reg) : NULL;
 }
 
-static int run(ggml_backend * backend, ggml_backend_sched * sched, ggml_cgraph * graph) {
-    return sched ? T.ggml_backend_sched_graph_compute_async(sched, graph) : T.ggml_backend_graph_compute_async(backend, graph);
+static int run(struct q_step * s) {
+    return s->sched ? T.ggml_backend_sched_graph_compute_async(s->sched, s->graph) : T.ggml_backend_graph_compute_async(s->backend, s->graph);
 }
 
-static void wait_for(ggml_backend * backend, ggml_backend_sched * sched) {
-    if (sched) {
-        T.ggml_backend_sched_synchronize(sched);
+static void wait_for(struct q_step * s) {
+    if (s->sched) {
+        T.ggml_backend_sched_synchronize(s->sched);
     } else {
-        T.ggml_backend_synchronize(backend);
+        T.ggml_backend_synchronize(s->backend);
     }
 }
 
-static int q_step(ggml_backend * backend, ggml_backend_sched * sched, ggml_cgraph * graph, struct q_stop * stop,
-        struct q_copy * inputs, int n_inputs, void ** in, struct q_copy * outputs, int n_outputs, void ** out) {
-    stop->wanted    = 0;
-    stop->next_look = now_ms() + 100;
-    PyThreadState * python = PyEval_SaveThread();
-    for (int i = 0; i < n_inputs; i++) {
-        if (inputs[i].async) {
-            T.ggml_backend_tensor_set_async(backend, inputs[i].tensor, in[i], 0, inputs[i].size);
+static void fill(struct q_step * s) {
+    for (int i = 0; i < s->n_inputs; i++) {
+        const struct q_copy * c = &s->inputs[i];
+        if (c->queued) {
+            T.ggml_backend_tensor_set_async(s->backend, c->tensor, c->array, 0, c->size);
         } else {
-            T.ggml_backend_tensor_set(inputs[i].tensor, in[i], 0, inputs[i].size);
+            T.ggml_backend_tensor_set(c->tensor, c->array, 0, c->size);
         }
     }
-    int status = run(backend, sched, graph);
-    for (int i = 0; status == 0 && i < n_outputs; i++) {
-        if (outputs[i].async) {
-            T.ggml_backend_tensor_get_async(backend, outputs[i].tensor, out[i], 0, outputs[i].size);
+}
+
+static void fetch(struct q_step * s, bool queued) {
+    for (int i = 0; i < s->n_outputs; i++) {
+        const struct q_copy * c = &s->outputs[i];
+        if (c->queued && queued) {
+            T.ggml_backend_tensor_get_async(s->backend, c->tensor, c->array, 0, c->size);
+        } else if (!c->queued && !queued) {
+            T.ggml_backend_tensor_get(c->tensor, c->array, 0, c->size);
         }
     }
-    wait_for(backend, sched);
-    for (int i = 0; status == 0 && i < n_outputs; i++) {
-        if (!outputs[i].async) {
-            T.ggml_backend_tensor_get(outputs[i].tensor, out[i], 0, outputs[i].size);
+}
+
+static int n_running;
+
+static int q_n_running(void) {
+    return n_running;
+}
+
+// returns a status of ggml, or one of ours: the message is in q_failure() then
+static int q_run(struct q_step * s) {
+    if (s->stop->running) {
+        refuse("it is computing in another thread");
+        return Q_REFUSED;
+    }
+    for (int i = 0; i < s->n_inputs; i++) {
+        if (!q_indices_fit(s->inputs[i].tensor, s->inputs[i].array, s->inputs[i].size)) {
+            return Q_BAD_INDEX;
         }
+    }
+    s->stop->running   = true;
+    s->stop->wanted    = 0;
+    s->stop->next_look = now_ms() + 100;
+    n_running++;
+    PyThreadState * python = PyEval_SaveThread();
+    fill(s);
+    const int status = run(s);
+    if (status == 0) {
+        fetch(s, true);
+    }
+    wait_for(s);
+    if (status == 0) {
+        fetch(s, false);
     }
     PyEval_RestoreThread(python);
+    n_running--;
+    s->stop->running = false;
     return status;
 }
 
-static int q_compute(ggml_backend * backend, ggml_backend_sched * sched, ggml_cgraph * graph, struct q_stop * stop) {
-    return q_step(backend, sched, graph, stop, NULL, 0, NULL, NULL, 0, NULL);
+// when a buffer goes, its tensors have no data any more: whoever uses them next is told so
+static void q_forget_buffer(ggml_context * ctx, ggml_backend_buffer * buffer) {
+    epoch++;
+    for (ggml_tensor * t = T.ggml_get_first_tensor(ctx); t; t = T.ggml_get_next_tensor(ctx, t)) {
+        if (t->buffer == buffer) {
+            t->buffer = NULL;
+            t->data   = NULL;
+        }
+    }
 }
 
 // a tensor without data, or a view not yet in a buffer: what an allocator will place. Returns how many there are

@@ -68,6 +68,7 @@ CORE     ggml_tensor * ggml_get_next_tensor(const ggml_context * ctx, ggml_tenso
 CORE     size_t ggml_tensor_overhead(void);
 CORE     size_t ggml_nbytes(const ggml_tensor * tensor);
 CORE     bool   ggml_is_contiguous(const ggml_tensor * tensor);
+CORE     const char * ggml_op_name(int op);
 CORE     const char * ggml_op_desc(const ggml_tensor * tensor);
 CORE     ggml_tensor * ggml_set_name(ggml_tensor * tensor, const char * name);
 CORE     void   ggml_set_input(ggml_tensor * tensor);

@@ -22,22 +22,43 @@ bool         q_is_open(const ggml_tensor * tensor);
 bool         q_place(ggml_backend_buffer * buffer, ggml_tensor * tensor, void * address);
 void         q_to_float(int type, const void * x, float * y, int64_t row_size, int64_t n_per_row, int64_t n_rows);
 
+// checks.c, support.c
+bool          q_indices_fit(const ggml_tensor * tensor, const void * data, size_t size);
+ggml_tensor * q_unsupported(ggml_cgraph * graph, ggml_backend_device * device);
+
 // step.c
+#define Q_REFUSED   100
+#define Q_BAD_INDEX 101
 struct q_stop {
     int       wanted;
+    bool      running;
     long long next_look;
 };
 struct q_copy {
     ggml_tensor * tensor;
+    void *        array;
     size_t        size;
-    bool          async;
+    bool          queued;
+};
+struct q_step {
+    ggml_backend *       backend;
+    ggml_backend_sched * sched;
+    ggml_cgraph *        graph;
+    struct q_stop *      stop;
+    struct q_copy *      inputs;
+    struct q_copy *      outputs;
+    int                  n_inputs;
+    int                  n_outputs;
 };
 extern "Python" int q_let_python_run(void);
 bool   q_install_stop(ggml_backend * backend, struct q_stop * stop);
 bool   q_set_n_threads(ggml_backend * backend, int n_threads);
-int    q_compute(ggml_backend * backend, ggml_backend_sched * sched, ggml_cgraph * graph, struct q_stop * stop);
-int    q_step(ggml_backend * backend, ggml_backend_sched * sched, ggml_cgraph * graph, struct q_stop * stop,
-              struct q_copy * inputs, int n_inputs, void ** in, struct q_copy * outputs, int n_outputs, void ** out);
+int    q_run(struct q_step * step);
+int    q_n_running(void);
+long long q_epoch(void);
+void   q_new_epoch(void);
+void   q_stop_all(void);
+void   q_forget_buffer(ggml_context * ctx, ggml_backend_buffer * buffer);
 size_t q_collect_floating(ggml_context * ctx, ggml_tensor ** floating, size_t n);
 void   q_unbind(ggml_tensor ** floating, size_t n);
 bool   q_gallocr_reserve(ggml_gallocr * galloc, ggml_cgraph * graph);

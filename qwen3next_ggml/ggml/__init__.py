@@ -1,7 +1,8 @@
 """The only package that speaks C: ggml's tensors, operations, devices and memory as Python objects (level 1)."""
 
 from . import types
-from .backend import Backend, Step
+from .backend import Backend
+from .cgraph import Graph
 from .device import Buffer, BufferType, Device, alloc_tensors, device, devices
 from .ops import (
     PREC_DEFAULT,
@@ -21,7 +22,8 @@ from .ops import (
 )
 from .provider import Provider, provider
 from .scheduler import GraphAllocator, Scheduler
-from .tensor import Context, Graph, Tensor
+from .step import Step
+from .tensor import Context, Tensor
 from .types import GgmlType
 
 __all__ = [

@@ -1,25 +1,24 @@
-"""Backends, which compute graphs on a device, and the one step of a decode loop in a single native call (level 1).
-
-Knows no models: a graph, arrays in, arrays out.
-"""
+"""Backends, which compute graphs on a device (level 1). Knows no models: placed graphs in, values in their tensors out."""
 
 from __future__ import annotations
 
-import numpy as np
+import threading
 
-from ..errors import Aborted, BackendError, TensorError
+from ..errors import Aborted, BackendError, GraphError
 from ._native import ffi, lib
+from .cgraph import Graph
 from .device import BufferType, Device
 from .owned import Owned
-from .tensor import Graph, Tensor
+from .provider import failure
+from .tensor import Tensor
 
 _NULL = ffi.NULL
 _ABORTED = 1
-_interrupts: list[BaseException] = []
+_interrupts: dict[int, BaseException] = {}
 
 
 def _remember(kind: type, error: BaseException, trace: object) -> None:
-    _interrupts.append(error)
+    _interrupts[threading.get_ident()] = error
 
 
 @ffi.def_extern(name="q_let_python_run", error=1, onerror=_remember)
@@ -59,8 +58,11 @@ class Backend(Owned):
         lib.q_set_n_threads(self._open(), n)
 
     def compute(self, graph: Graph) -> None:
-        """Run a graph whose tensors are all placed. Raises Aborted when stopped, BackendError when it failed, or what a signal handler raised."""
-        check(lib.q_compute(self._open(), _NULL, graph._p, self._stop), f"computing on {self.name}")
+        """Run a graph whose tensors are all placed.
+
+        Raises GraphError when a node cannot run, Aborted when stopped, BackendError when it failed, or what a signal handler raised.
+        """
+        compute(self, graph)
 
     def synchronize(self) -> None:
         """Wait until everything queued has run."""
@@ -69,6 +71,12 @@ class Backend(Owned):
     def request_abort(self) -> None:
         """Stop the computation that is running, from another thread or a signal handler; nothing happens when none is."""
         self._stop.wanted = 1
+
+    def close(self) -> None:
+        """Free the backend. Raises BackendError while it is computing in another thread."""
+        if self._stop.running:
+            raise BackendError(f"backend {self.name} is computing")
+        super().close()
 
     def native(self) -> tuple[object, object, object]:
         """Return what the native calls want: backend, scheduler, stop flag."""
@@ -85,62 +93,27 @@ class Backend(Owned):
         return self._p
 
 
-class Step:
-    """A graph with the arrays that go in and come out: filling, computing and fetching are one native call without the GIL."""
-
-    __slots__ = ("_in", "_inputs", "_last", "_out", "_outputs", "_runner", "graph", "inputs", "outputs")
-
-    def __init__(self, backend: Backend, graph: Graph, inputs: list[Tensor], outputs: list[Tensor]):
-        self.graph, self.inputs, self.outputs = graph, list(inputs), list(outputs)
-        self._runner = backend
-        self._inputs, self._outputs = self._copies(self.inputs), self._copies(self.outputs)
-        self._in, self._out = ffi.new("void *[]", len(inputs) + 1), ffi.new("void *[]", len(outputs) + 1)
-        self._last = ()
-
-    def run(self, arrays: list[np.ndarray], outs: list[np.ndarray]) -> None:
-        """Copy `arrays` into the inputs, compute, copy the outputs into `outs`, which are written in place.
-
-        Raises TensorError when an array does not have its tensor's bytes, else what Backend.compute raises.
-        """
-        now = (*arrays, *outs)
-        if len(now) != len(self._last) or any(a is not b for a, b in zip(now, self._last, strict=True)):
-            self._point(self._in, self.inputs, arrays)
-            self._point(self._out, self.outputs, outs)
-            self._last = now
-        backend, sched, stop = self._runner.native()
-        status = lib.q_step(
-            backend, sched, self.graph._p, stop, self._inputs, len(self.inputs), self._in, self._outputs, len(self.outputs), self._out
-        )
-        check(status, f"computing on {self._runner.name}")
-
-    def _copies(self, tensors: list[Tensor]) -> object:
-        copies = ffi.new("struct q_copy[]", len(tensors) + 1)
-        for copy, tensor in zip(copies, tensors, strict=False):
-            if not tensor.data:
-                raise BackendError(f"step: {tensor!r} has not been placed in a buffer")
-            if not tensor.is_contiguous:
-                raise TensorError(f"step: the elements of {tensor!r} are not adjacent")
-            copy.tensor, copy.size = tensor._p, tensor.nbytes
-            setattr(copy, "async", self._runner.owns(tensor))
-        return copies
-
-    def _point(self, pointers: object, tensors: list[Tensor], arrays: list[np.ndarray]) -> None:
-        if len(arrays) != len(tensors):
-            raise TensorError(f"step: {len(arrays)} arrays for {len(tensors)} tensors")
-        for i, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
-            if array.nbytes != tensor.nbytes or not array.flags.c_contiguous:
-                raise TensorError(f"step: array of {array.dtype} {array.shape} for {tensor!r} of {tensor.nbytes} bytes")
-            pointers[i] = ffi.cast("void *", array.ctypes.data)
+def compute(runner: object, graph: Graph) -> None:
+    """Check a graph and run it on a Backend or Scheduler."""
+    graph.check(runner.device)
+    backend, sched, stop = runner.native()
+    step = ffi.new("struct q_step *", {"backend": backend, "sched": sched, "graph": graph._p, "stop": stop})
+    run(step, runner.name)
 
 
-def check(status: int, doing: str) -> None:
-    """Turn a status of ggml into an exception."""
-    if _interrupts:
-        raise _interrupts.pop()
+def run(step: object, name: str) -> None:
+    """Run a native step and turn its status into an exception."""
+    status = lib.q_run(step)
+    if _interrupts and (error := _interrupts.pop(threading.get_ident(), None)):
+        raise error
     if status == _ABORTED:
-        raise Aborted(f"{doing} was stopped")
+        raise Aborted(f"computing on {name} was stopped")
+    if status == lib.Q_REFUSED:
+        raise BackendError(f"{name}: {failure()}")
+    if status == lib.Q_BAD_INDEX:
+        raise GraphError(failure())
     if status != 0:
-        raise BackendError(f"{doing} failed: {ffi.string(lib.ggml_status_to_string(status)).decode()}")
+        raise BackendError(f"computing on {name} failed: {ffi.string(lib.ggml_status_to_string(status)).decode()}")
 
 
 def _free_backend(p: object, stop: object) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from ..errors import BackendError, TensorError
 from ._native import ffi, lib
+from .ops import Ops
 from .owned import Owned
-from .provider import failure, has, provider
+from .provider import failure, provider
 from .tensor import Context, Tensor
+from .types import GgmlType
 
 KINDS = ("cpu", "gpu", "igpu", "accel", "meta")
 USAGES = {"any": 0, "weights": 1, "compute": 2}
@@ -102,6 +104,8 @@ class Device:
         """
         if not self.maps_host_memory:
             raise BackendError(f"device {self.name} cannot use host memory in place")
+        if size <= 0 or address % self.buffer_type().alignment:
+            raise BackendError(f"{size} bytes of host memory at {address:#x}; device {self.name} needs some, aligned to {self.buffer_type().alignment}")
         p = lib.ggml_backend_dev_buffer_from_host_ptr(self._p, ffi.cast("void *", address), size, size)
         if not p:
             raise BackendError(f"device {self.name} could not map {size} bytes of host memory")
@@ -159,16 +163,37 @@ class BufferType:
         """Return the bytes a tensor takes in this memory, padding included."""
         return lib.ggml_backend_buft_get_alloc_size(self._p, tensor._p)
 
+    def supports(self, device: Device, weight_type: GgmlType, ne: tuple[int, ...], op: str = "mul_mat", *, n_used: int = 1) -> bool:
+        """Tell whether a device can run "mul_mat", "mul_mat_id" or "get_rows" on weights of this type and shape in this memory.
+
+        As llama.cpp asks before it loads: with a weight in an empty buffer of this kind.
+        """
+        with Context(8) as context, self.alloc(0) as empty:
+            g, n = Ops(context), 512
+            f32, i32 = GgmlType.of("f32"), GgmlType.of("i32")
+            weight = context.new_tensor(weight_type, *ne)
+            if op == "mul_mat":
+                node = g.mul_mat(weight, context.new_tensor(f32, ne[0], n, *ne[2:]))
+            elif op == "mul_mat_id":
+                node = g.mul_mat_id(weight, context.new_tensor(f32, ne[0], n_used, n), context.new_tensor(i32, n_used, n))
+            elif op == "get_rows":
+                node = g.get_rows(weight, context.new_tensor(i32, n))
+            else:
+                raise BackendError(f"no weights are used by {op}: ask for mul_mat, mul_mat_id or get_rows")
+            weight._p.buffer = empty._p
+            return device.supports_op(node)
+
 
 class Buffer(Owned):
-    """A block of a device's memory."""
+    """A block of a device's memory. Closing it takes the data from the tensors placed in it."""
 
-    __slots__ = ("_keep", "_p", "size")
+    __slots__ = ("_contexts", "_p", "size")
 
     def __init__(self, p: object, keep: object = None):
         self._p = p
         self.size = lib.ggml_backend_buffer_get_size(p)
-        self._own(_free_buffer, p, keep)
+        self._contexts: set[Context] = set()
+        self._own(_free_buffer, p, self._contexts, keep)
 
     @property
     def base(self) -> int:
@@ -187,12 +212,14 @@ class Buffer(Owned):
         if offset < 0 or offset + size > self.size:
             raise BackendError(f"place {tensor!r}: bytes {offset} to {offset + size} of a buffer of {self.size}")
         address = self.base + offset
-        if address % _element_alignment(tensor):
-            raise BackendError(f"place {tensor!r}: offset {offset} is not aligned to {_element_alignment(tensor)} bytes")
+        alignment = self._alignment_of(tensor)
+        if address % alignment:
+            raise BackendError(f"place {tensor!r}: offset {offset} is not aligned to {alignment} bytes")
         if tensor._p.data or tensor._p.view_src:
             raise BackendError(f"place {tensor!r}: it has data already, or is a view")
         if not lib.q_place(p, tensor._p, ffi.cast("void *", address)):
             raise BackendError(f"place {tensor!r}: {failure()}")
+        self._contexts.add(tensor.context)
 
     def clear(self, byte: int = 0) -> None:
         """Fill the whole buffer with one byte."""
@@ -202,6 +229,15 @@ class Buffer(Owned):
         """Tell ggml what the buffer holds: "weights", "compute" or "any"."""
         lib.ggml_backend_buffer_set_usage(self._open(), USAGES[usage])
 
+    def hold(self, context: Context) -> None:
+        """Note that tensors of a context lie in this buffer."""
+        self._contexts.add(context)
+
+    def _alignment_of(self, tensor: Tensor) -> int:
+        """The CPU reads elements wherever they are aligned as such, as in mapped files; other memory has a rule of its own."""
+        size = tensor.type.type_size
+        return min(size & -size, 8) if lib.ggml_backend_buffer_is_host(self._p) else self.type.alignment
+
     def _open(self) -> object:
         if self.closed:
             raise BackendError("the buffer is closed")
@@ -210,20 +246,21 @@ class Buffer(Owned):
 
 def alloc_tensors(context: Context, buffer_type: BufferType) -> Buffer | None:
     """Allocate one buffer for all tensors of a context that have no data; None when there are none. Raises BackendError when there is no room."""
-    empty = all(t.data or t.view_src or t.nelements == 0 for t in context.tensors)
+    if context.closed:
+        raise TensorError("alloc_tensors: the context is closed")
+    waiting = [t for t in context.tensors if not t.data and not t.view_src and t.nelements]
     p = lib.ggml_backend_alloc_ctx_tensors_from_buft(context._p, buffer_type._p)
-    if p:
-        return Buffer(p)
-    if empty:
+    if not p and waiting:
+        wanted = sum(buffer_type.alloc_size(t) for t in waiting)
+        raise BackendError(f"cannot allocate {wanted / 2**20:.1f} MiB in {buffer_type.name}")
+    if not p:
         return None
-    wanted = sum(buffer_type.alloc_size(t) for t in context.tensors if not t.data)
-    raise BackendError(f"cannot allocate {wanted / 2**20:.1f} MiB in {buffer_type.name}")
+    buffer = Buffer(p)
+    buffer.hold(context)
+    return buffer
 
 
-def _free_buffer(p: object, keep: object) -> None:
+def _free_buffer(p: object, contexts: set[Context], keep: object) -> None:
+    for context in contexts:
+        lib.q_forget_buffer(context._p, p)
     lib.ggml_backend_buffer_free(p)
-
-
-def _element_alignment(tensor: Tensor) -> int:
-    """Mapped files are aligned to 32 bytes by default; ggml itself only needs its elements aligned."""
-    return min(tensor.type.type_size & -tensor.type.type_size, 8)

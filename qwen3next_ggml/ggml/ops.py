@@ -1,18 +1,16 @@
 """Every ggml operation as a method: it adds the context, a check and a readable error, nothing else (level 1).
 
-The body of a method below is its docstring; `@op` compiles the signature into a direct call of the guarded C function of the same name.
+The body of a method is its docstring; `@op` compiles the signature into a call of ggml's function of the same name.
 Shapes are in ggml order, strides and offsets in bytes, arguments in ggml's order.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
 
 from ..errors import GraphError
-from ._native import ffi, lib
+from ._native import lib
+from .op import caller, compile_op, op
 from .provider import has
 from .tensor import Context, Tensor
 from .types import GgmlType
@@ -22,52 +20,9 @@ SORT_ASC, SORT_DESC = range(2)
 ROPE_NORMAL, ROPE_NEOX, ROPE_MROPE, ROPE_VISION, ROPE_IMROPE = 0, 2, 8, 24, 40
 PREC_DEFAULT, PREC_F32 = 0, 10
 
-_BODY = """
-def {name}({signature}):
-    try:
-        p = _call({arguments})
-        if p:
-            return _Tensor(p, self.context)
-    except _MISUSE as error:
-        raise self.misused("{name}", _names, ({values},), error) from None
-    raise self.refused("{name}", _names, ({values},))
-"""
-
-
-def op(stub: Callable) -> Callable:
-    """Compile a method that calls `ggml_<name>`: its signature gives names and defaults, the C declaration says what each argument is."""
-    return _compile(stub, "ggml_" + stub.__name__)
-
-
-def _compile(stub: Callable, function: str) -> Callable:
-    call = getattr(lib, function)
-    _, *parameters = inspect.signature(stub).parameters.values()
-    _, *kinds = ffi.typeof(call).args
-    if len(parameters) != len(kinds):
-        raise TypeError(f"{function} takes {len(kinds)} arguments, the method has {len(parameters)}")
-    names = [parameter.name for parameter in parameters]
-    arguments = [_argument(parameter, kind.cname) for parameter, kind in zip(parameters, kinds, strict=True)]
-    defaults = [f"{p.name}={p.default!r}" if p.default is not p.empty else p.name for p in parameters]
-    source = _BODY.format(
-        name=stub.__name__, signature=", ".join(["self", *defaults]), arguments=", ".join(["self._p", *arguments]), values=", ".join(names)
-    )
-    scope = {"_call": call, "_Tensor": Tensor, "_MISUSE": (AttributeError, TypeError, OverflowError), "_NULL": ffi.NULL, "_names": names}
-    exec(compile(source, f"<ggml op {stub.__name__}>", "exec"), scope)
-    method = scope[stub.__name__]
-    method.__doc__, method.__qualname__, method.__module__ = stub.__doc__, stub.__qualname__, stub.__module__
-    method.__annotations__ = stub.__annotations__
-    return method
-
-
-def _argument(parameter: inspect.Parameter, c_type: str) -> str:
-    name = parameter.name
-    if c_type == "struct ggml_tensor *":
-        return f"_NULL if {name} is None else {name}._p" if "None" in str(parameter.annotation) else f"{name}._p"
-    return f"{name}.id" if name == "type" else name
-
 
 def unary(name: str, text: str) -> Callable:
-    """Make the method of an op with one operand whose result has the operand's shape."""
+    """Make the method of an op with one operand and no parameters."""
 
     def stub(self, a: Tensor) -> Tensor: ...
 
@@ -165,7 +120,7 @@ class Ops:
     def clamp(self, a: Tensor, min: float, max: float) -> Tensor:
         """Limit each element to min … max, in a tensor of its own whatever the provider's clamp does."""
 
-    clamp = _compile(clamp, "q_clamp")
+    clamp = compile_op(clamp, "q_clamp")
 
     @op
     def arange(self, start: float, stop: float, step: float) -> Tensor:
@@ -425,32 +380,7 @@ class Ops:
 
     def _set_prec(self, function: str, a: Tensor, wanted: str, prec: int) -> Tensor:
         if a.op != wanted:
-            raise GraphError(f"{function.removeprefix('ggml_')}: {a!r} is no {wanted}")
+            raise GraphError(f"{function.removeprefix('ggml_')}: {a!r} is no {wanted}{caller()}")
         if has(function):
             getattr(lib, function)(a._p, prec)
         return a
-
-    def refused(self, name: str, names: list[str], values: tuple) -> GraphError:
-        """Compose the error of a call that ggml or a check refused."""
-        return GraphError(f"{_spell(name, names, values)}: {self.context.why()}{_caller()}")
-
-    def misused(self, name: str, names: list[str], values: tuple, error: Exception) -> GraphError:
-        """Compose the error of arguments that cannot be handed to C at all."""
-        wrong = [n for n, v in zip(names, values, strict=True) if v is None]
-        reason = f"{', '.join(wrong)} is None" if wrong and isinstance(error, AttributeError) else str(error)
-        return GraphError(f"{_spell(name, names, values)}: {reason}{_caller()}")
-
-
-def _spell(name: str, names: list[str], values: tuple) -> str:
-    """Return op(argument, …) with the type and shape of each tensor."""
-    shown = [f"{n} {v.type.name} {list(v.shape)}" if isinstance(v, Tensor) and v._p.type >= 0 else f"{n}={v!r}" for n, v in zip(names, values, strict=True)]
-    return f"{name}({', '.join(shown)})"
-
-
-def _caller() -> str:
-    """Return where the op was called: the innermost frame outside this package."""
-    here = os.path.dirname(__file__)
-    frame = sys._getframe(1)
-    while frame and (frame.f_code.co_filename.startswith((here, "<ggml op"))):
-        frame = frame.f_back
-    return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})" if frame else ""

@@ -23,6 +23,7 @@ DEFAULT = "ggml_python"
 OLDEST = (0, 15)
 
 _open: Provider | None = None
+_opened_by = os.getpid()
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Provider:
 
     name: str
     version: str
+    commit: str
     folder: str
 
 
@@ -39,8 +41,9 @@ def provider(name: str | None = None) -> Provider:
 
     `name` is one of PACKAGES or a directory with a ggml build. Raises BackendError when it cannot be used, or when another one is open.
     """
-    global _open
+    global _open, _opened_by
     if _open is None:
+        _opened_by = os.getpid()
         _open = _load(name or os.environ.get("QGRAPH_GGML") or DEFAULT)
     elif name is not None and name != _open.name and _folder_of(name) != _open.folder:
         raise BackendError(f"this process runs on ggml provider {_open.name}; {name} needs a process of its own")
@@ -52,6 +55,11 @@ def failure() -> str:
     text = ffi.string(lib.q_failure()).decode(errors="replace")
     head, found, tail = text.partition(": GGML_ASSERT(")
     return f"ggml requires {tail.removesuffix(' failed').removesuffix(')')} ({os.path.basename(head)})" if found else text
+
+
+def forked() -> bool:
+    """Tell whether this process is the child of one that had opened ggml: its threads are not here."""
+    return _opened_by != os.getpid()
 
 
 def has(function: str) -> bool:
@@ -88,7 +96,8 @@ def _load(name: str) -> Provider:
     from .layout import probe
 
     probe(name, version)
-    return Provider(name=name, version=version, folder=folder)
+    commit = ffi.string(lib.ggml_commit()).decode() if has("ggml_commit") else ""
+    return Provider(name=name, version=version, commit=commit, folder=folder)
 
 
 def _entry(i: int) -> str:

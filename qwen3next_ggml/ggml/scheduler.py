@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from ..errors import BackendError
 from ._native import ffi, lib
-from .backend import Backend, check
+from .backend import Backend, compute
+from .cgraph import Graph
 from .device import BufferType
 from .owned import Owned
 from .provider import failure
-from .tensor import Graph, Tensor
+from .tensor import Tensor
 
 _NULL = ffi.NULL
 
@@ -45,10 +46,22 @@ class GraphAllocator(Owned):
     def alloc(self, graph: Graph) -> bool:
         """Place every node and input of a graph that has no data of its own, again if it had been. Returns whether the buffer grew.
 
-        Graphs placed before share the memory: only what is in a buffer of its own survives between them. Raises BackendError when there is no room.
+        Graphs placed before share the memory: only what is in a buffer of its own survives between them. When it grew they must be placed again.
+        Raises BackendError when there is no room; the allocator is closed then.
         """
-        lib.q_unbind(*graph.floating())
-        return self._grow(lib.q_gallocr_alloc, graph)
+        graph.place(self)
+        grew = self._grow(lib.q_gallocr_alloc, graph)
+        graph.placed(self.mark())
+        return grew
+
+    def mark(self) -> tuple:
+        """Return a value that changes when graphs placed so far lose their memory."""
+        return self, self.generation, self.closed
+
+    def close(self) -> None:
+        """Free the compute buffer."""
+        super().close()
+        lib.q_new_epoch()
 
     def _grow(self, call: object, graph: Graph) -> bool:
         before = self.size
@@ -57,7 +70,9 @@ class GraphAllocator(Owned):
             self.close()
             raise BackendError(f"compute buffer of a graph of {graph.n_nodes} nodes: {reason}")
         grew = self.size != before
-        self.generation += grew
+        if grew:
+            self.generation += 1
+            lib.q_new_epoch()
         return grew
 
     def _open(self) -> object:
@@ -69,13 +84,16 @@ class GraphAllocator(Owned):
 class Scheduler(Owned):
     """Splits graphs over several backends, the first preferred, the last the CPU; places and computes them."""
 
-    __slots__ = ("_p", "_pins", "backends", "graph_size", "name")
+    __slots__ = ("_current", "_p", "_pins", "backends", "device", "graph_size", "name")
 
     def __init__(self, backends: list[Backend], graph_size: int):
         if not backends or backends[-1].device.kind != "cpu":
             raise BackendError("a scheduler needs backends, the CPU's last")
         self.backends, self.graph_size = list(backends), graph_size
         self.name = "+".join(backend.name for backend in backends)
+        # which node runs where is the scheduler's own affair
+        self.device = None
+        self._current = 0
         self._pins: dict[Tensor, Backend] = {}
         array = ffi.new("ggml_backend *[]", [backend._open() for backend in backends])
         self._p = lib.ggml_backend_sched_new(array, _NULL, len(backends), graph_size, False, False)
@@ -93,17 +111,26 @@ class Scheduler(Owned):
         graph.restore_sources()
 
     def alloc(self, graph: Graph) -> None:
-        """Split and place a graph, again if it had been. Raises BackendError when it does not fit; the scheduler is closed then."""
+        """Split and place a graph, again if it had been; graphs placed before must be placed again to run.
+
+        Raises BackendError when it does not fit; the scheduler is closed then.
+        """
         self._split(lib.q_sched_alloc, graph)
+        graph.placed(self.mark())
+
+    def mark(self) -> tuple:
+        """Return a value that changes when the graph placed last loses its memory."""
+        return self, self._current, self.closed
 
     def compute(self, graph: Graph) -> None:
         """Run the graph placed last. Raises what Backend.compute raises."""
-        check(lib.q_compute(*self.native()[:2], graph._p, self.native()[2]), f"computing on {self.name}")
+        compute(self, graph)
 
     def reset(self) -> None:
         """Forget the graph placed last and all pins."""
         self._pins.clear()
         lib.ggml_backend_sched_reset(self._open())
+        self._new_placement()
 
     @property
     def n_splits(self) -> int:
@@ -119,16 +146,24 @@ class Scheduler(Owned):
         for backend in self.backends:
             backend.request_abort()
 
+    def close(self) -> None:
+        """Free the compute buffers."""
+        super().close()
+        lib.q_new_epoch()
+
     def native(self) -> tuple[object, object, object]:
+        """Return what the native calls want: backend, scheduler, stop flag."""
         return self.backends[-1]._open(), self._open(), self.backends[-1]._stop
 
     def owns(self, tensor: Tensor) -> bool:
+        """Tell whether copies to a tensor may be queued: not when several backends are at work."""
         return False
 
     def _split(self, call: object, graph: Graph) -> None:
         p = self._open()
         graph.restore_sources()
-        lib.q_unbind(*graph.floating())
+        graph.place(self)
+        self._new_placement()
         lib.ggml_backend_sched_reset(p)
         for tensor, backend in self._pins.items():
             lib.ggml_backend_sched_set_tensor_backend(p, tensor._p, backend._open())
@@ -136,6 +171,10 @@ class Scheduler(Owned):
             reason = failure() or "no room for its compute buffers"
             self.close()
             raise BackendError(f"placing a graph of {graph.n_nodes} nodes on {self.name}: {reason}")
+
+    def _new_placement(self) -> None:
+        self._current += 1
+        lib.q_new_epoch()
 
     def _open(self) -> object:
         if self.closed:

@@ -17,6 +17,8 @@ from .types import GgmlType, dequantize
 _NUMPY = {"f32": np.float32, "f16": np.float16, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "f64": np.float64}
 _NULL = ffi.NULL
 
+_contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+
 
 class Context:
     """Owner of tensor structs and graphs, without their data: room for `n_tensors`, and for graphs of `graph_size` nodes in all.
@@ -24,7 +26,7 @@ class Context:
     Closing it makes its tensors unusable; their memory goes when the last handle does.
     """
 
-    __slots__ = ("__weakref__", "_free", "_p", "n_tensors")
+    __slots__ = ("__weakref__", "_free", "_p", "_span", "n_tensors")
 
     def __init__(self, n_tensors: int, graph_size: int = 0):
         provider()
@@ -34,6 +36,9 @@ class Context:
         if self._p == _NULL:
             raise BackendError(f"no memory for {n_tensors} tensors ({size} bytes)")
         self.n_tensors = n_tensors
+        start = int(ffi.cast("uintptr_t", lib.ggml_get_mem_buffer(self._p)))
+        self._span = range(start, start + lib.ggml_get_mem_size(self._p))
+        _contexts.add(self)
         self._free = weakref.finalize(self, lib.ggml_free, self._p)
         # host memory needs no freeing at exit, and handles may still be looked at
         self._free.atexit = False
@@ -51,6 +56,13 @@ class Context:
         if name is not None:
             tensor.name = name
         return tensor
+
+    def handle(self, p: object) -> Tensor:
+        """Return a handle to a tensor of this context or of another one that is still held."""
+        address = int(ffi.cast("uintptr_t", p))
+        if address in self._span:
+            return Tensor(p, self)
+        return Tensor(p, next((context for context in list(_contexts) if address in context._span), self))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -101,7 +113,12 @@ class Tensor:
     def __repr__(self) -> str:
         if self._p.type < 0:
             return "Tensor of a closed context"
-        return f"Tensor({self.name or '-'}: {self.type.name} {list(self.shape)}, {self.op})"
+        return f"Tensor({self.name or '-'}: {self.described}, {self.op})"
+
+    @property
+    def described(self) -> str:
+        """Type and shape for a message, in ggml order."""
+        return f"{self.type.name} {list(self.shape)}" if self._p.type >= 0 else "of a closed context"
 
     @property
     def ptr(self) -> int:
@@ -159,7 +176,7 @@ class Tensor:
     @property
     def view_src(self) -> Tensor | None:
         p = self._p.view_src
-        return Tensor(p, self.context) if p else None
+        return self.context.handle(p) if p else None
 
     @property
     def view_offs(self) -> int:
@@ -168,7 +185,7 @@ class Tensor:
     @property
     def src(self) -> list[Tensor]:
         """The operands, in ggml's order."""
-        return [Tensor(p, self.context) for p in self._p.src if p]
+        return [self.context.handle(p) for p in self._p.src if p]
 
     @property
     def op_params(self) -> bytes:
@@ -191,7 +208,7 @@ class Tensor:
     def set(self, array: np.ndarray, offset: int = 0) -> None:
         """Copy an array into the data, `offset` bytes in. Raises TensorError when type or size do not fit, BackendError when unplaced.
 
-        The dtype is the tensor's own, or uint8 for raw bytes.
+        The dtype is the tensor's own, or uint8 for raw bytes. Indices must be below the limit of every node built on them, else GraphError.
         """
         array = np.ascontiguousarray(array)
         wanted = _NUMPY.get(self.type.name, np.uint8)
@@ -200,8 +217,11 @@ class Tensor:
         self._check_range("set", offset, array.nbytes)
         if not self.is_contiguous:
             raise TensorError(f"set {self!r}: its elements are not adjacent")
+        raw = ffi.from_buffer(array)
+        if not lib.q_indices_fit(self._p, raw, array.nbytes):
+            raise GraphError(f"set: {failure()}")
         if array.nbytes:
-            lib.ggml_backend_tensor_set(self._p, ffi.from_buffer(array), offset, array.nbytes)
+            lib.ggml_backend_tensor_set(self._p, raw, offset, array.nbytes)
 
     def get(self) -> np.ndarray:
         """Copy the data out in numpy order (ne reversed, without the ones that `shape` drops): float32 for float and quantised types, ints for ints."""
@@ -238,62 +258,3 @@ class Tensor:
             raise TensorError(f"{doing} {self!r}: bytes {offset} to {offset + size} of {self.nbytes}")
         if not self._p.data or not (self._p.view_src.buffer if self._p.view_src else self._p.buffer):
             raise BackendError(f"{doing} {self!r}: it has not been placed in a buffer")
-
-
-class Graph:
-    """A ggml_cgraph of up to `size` nodes inside a context: nodes in the order they were expanded, and every operand before its user."""
-
-    __slots__ = ("_floating", "_p", "_sources", "context")
-
-    def __init__(self, context: Context, size: int):
-        self._p = lib.q_new_graph(context._p, size)
-        if not self._p:
-            raise GraphError(f"new graph: {failure()}")
-        self.context = context
-        self._floating = None
-        self._sources = None
-
-    def expand(self, tensor: Tensor) -> Tensor:
-        """Append a node and everything it needs; a write that nobody reads is kept this way. Returns the node."""
-        try:
-            done = lib.q_expand(self._p, tensor._p)
-        except AttributeError:
-            raise GraphError(f"expand: {tensor!r}, expected a Tensor") from None
-        if not done:
-            raise GraphError(f"expand {tensor!r}: {failure()}")
-        return tensor
-
-    @property
-    def n_nodes(self) -> int:
-        return lib.ggml_graph_n_nodes(self._p)
-
-    @property
-    def size(self) -> int:
-        return lib.ggml_graph_size(self._p)
-
-    @property
-    def nodes(self) -> list[Tensor]:
-        nodes = lib.ggml_graph_nodes(self._p)
-        return [Tensor(nodes[i], self.context) for i in range(self.n_nodes)]
-
-    def clear(self) -> None:
-        """Take all nodes out; the tensors stay."""
-        lib.ggml_graph_clear(self._p)
-        self._floating = self._sources = None
-
-    def floating(self) -> tuple[object, int]:
-        """Return the tensors of the context that an allocator places, as a native array and its length; found once."""
-        if self._floating is None:
-            n = lib.q_collect_floating(self.context._p, _NULL, 0)
-            array = ffi.new("ggml_tensor *[]", max(n, 1))
-            lib.q_collect_floating(self.context._p, array, n)
-            self._floating = array, n
-        return self._floating
-
-    def restore_sources(self) -> None:
-        """Put back the operands as they were when this was first called, before a scheduler redirected them."""
-        if self._sources is None:
-            self._sources = ffi.new("ggml_tensor *[]", 10 * self.n_nodes + 1)
-            lib.q_save_sources(self._p, self._sources)
-        else:
-            lib.q_restore_sources(self._p, self._sources)
