@@ -118,7 +118,7 @@ def _check_extents(where: str, infos: dict[str, TensorInfo], header_end: int, si
         if info.offset < end:
             raise GgufError(f"{where}: tensor {info.name!r} at byte {info.offset} overlaps {before}, which ends at {end}")
         if info.offset - end >= alignment:
-            notes.append(f"{info.offset - end} unused bytes before {info.name}")
+            notes.append(f"{info.offset - end} unused bytes before {info.name!r}")
         end, before = info.offset + info.nbytes, repr(info.name)
     if size - end >= alignment:
         notes.append(f"{size - end} bytes after the last tensor")

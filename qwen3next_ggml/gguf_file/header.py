@@ -28,6 +28,11 @@ _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
 
 
+def shown(text: str) -> str:
+    """Quote a name from a file for an error message: on one line, not too long."""
+    return repr(text if len(text) <= 60 else f"{text[:59]}…")
+
+
 @dataclass(frozen=True)
 class _Array:
     """An array that was walked over but not parsed."""
@@ -80,7 +85,7 @@ class KeyValues(Mapping):
 
     def _parse(self, key: str, array: _Array) -> list:
         if self._buf is None:
-            raise GgufError(f"{self._where}: the file is closed, {key} was not read before")
+            raise GgufError(f"{self._where}: the file is closed, {shown(key)} was not read before")
         if array.kind != STRING:
             values = np.frombuffer(self._buf, SCALARS[array.kind], array.n, array.start)
             return (values != 0).tolist() if array.kind == BOOL else values.tolist()
@@ -91,7 +96,7 @@ class KeyValues(Mapping):
                 pos = begin + _u64(buf, pos)[0]
                 strings.append(buf[begin:pos].decode("utf-8"))
         except UnicodeDecodeError:
-            raise GgufError(f"{self._where}: {key}[{len(strings)}] is not UTF-8: {buf[begin:pos][:40]!r}") from None
+            raise GgufError(f"{self._where}: {shown(key)}[{len(strings)}] is not UTF-8: {buf[begin:pos][:40]!r}") from None
         return strings
 
 
@@ -142,36 +147,36 @@ class Cursor:
         return text
 
     def value(self, key: str) -> Any:
-        kind = self.u32(f"the type of key {key!r}")
+        kind = self.u32(f"the type of key {key}")
         if kind == STRING:
             # a broken byte in a title or an architecture name must stay printable, not end the load
-            return self.raw(f"the value of key {key!r}").decode("utf-8", "backslashreplace")
+            return self.raw(f"the value of key {key}").decode("utf-8", "backslashreplace")
         if kind == ARRAY:
             return self.array(key)
         if kind not in SCALARS:
-            raise GgufError(f"{self.where}: key {key!r} has value type {kind}, GGUF defines 0 to 12")
+            raise GgufError(f"{self.where}: key {key} has value type {kind}, GGUF defines 0 to 12")
         code = SCALARS[kind]
-        value = struct.unpack_from(code, self.buf, self.skip(struct.calcsize(code), f"the value of key {key!r}"))[0]
+        value = struct.unpack_from(code, self.buf, self.skip(struct.calcsize(code), f"the value of key {key}"))[0]
         if kind == BOOL:
             if value > 1:
-                raise GgufError(f"{self.where}: key {key!r} is a bool of value {value}, expected 0 or 1")
+                raise GgufError(f"{self.where}: key {key} is a bool of value {value}, expected 0 or 1")
             return bool(value)
         return value
 
     def array(self, key: str) -> _Array:
-        kind = self.u32(f"the element type of key {key!r}")
-        n = self.u64(f"the length of key {key!r}")
+        kind = self.u32(f"the element type of key {key}")
+        n = self.u64(f"the length of key {key}")
         start = self.pos
         if kind == STRING:
-            self.room_for(n, 8, f"strings of key {key!r}")
+            self.room_for(n, 8, f"strings of key {key}")
             self.pos = self.skip_strings(key, n)
         elif kind in SCALARS:
-            self.skip(n * struct.calcsize(SCALARS[kind]), f"the array of key {key!r}")
+            self.skip(n * struct.calcsize(SCALARS[kind]), f"the array of key {key}")
             if kind == BOOL and n and np.frombuffer(self.buf, np.uint8, n, start).max() > 1:
-                raise GgufError(f"{self.where}: key {key!r} holds bools that are neither 0 nor 1")
+                raise GgufError(f"{self.where}: key {key} holds bools that are neither 0 nor 1")
         else:
             what = "arrays, which no GGUF reader accepts" if kind == ARRAY else f"type {kind}, GGUF defines 0 to 12"
-            raise GgufError(f"{self.where}: key {key!r} is an array of {what}")
+            raise GgufError(f"{self.where}: key {key} is an array of {what}")
         return _Array(kind, n, start)
 
     def skip_strings(self, key: str, n: int) -> int:
@@ -185,7 +190,7 @@ class Cursor:
         return pos
 
     def string_too_long(self, key: str, i: int, end: int) -> GgufError:
-        return GgufError(f"{self.where}: file too short: {key}[{i}] reaches byte {end}, the file has {self.size} bytes")
+        return GgufError(f"{self.where}: file too short: key {key}[{i}] reaches byte {end}, the file has {self.size} bytes")
 
 
 def read_header(cursor: Cursor) -> tuple[int, dict[str, Any], int]:
@@ -204,6 +209,6 @@ def read_header(cursor: Cursor) -> tuple[int, dict[str, Any], int]:
     for i in range(n_kv):
         key = cursor.name(f"key {i}", MAX_KEY)
         if key in values:
-            raise GgufError(f"{where}: key {key!r} appears twice")
-        values[key] = cursor.value(key)
+            raise GgufError(f"{where}: key {shown(key)} appears twice")
+        values[key] = cursor.value(shown(key))
     return version, values, n_tensors

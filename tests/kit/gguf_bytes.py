@@ -52,7 +52,7 @@ def edit_gguf(source, target, *, metadata=None, drop=(), replace=None, rename=No
     reader = gguf.GGUFReader(source)
     fields = {k: (f.contents(), f.types) for k, f in reader.fields.items() if not k.startswith("GGUF.")}
     metadata = metadata or {}
-    arch = metadata.get("general.architecture", fields["general.architecture"][0])
+    arch = metadata.get("general.architecture") or fields.get("general.architecture", ["none"])[0]
     writer = gguf.GGUFWriter(target, arch, split_max_tensors=split)
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     for key, (value, types) in fields.items():
