@@ -95,19 +95,23 @@ class Session:
 
     def decode_batch(self, batch: Mapping[int, Sequence[int]], *, logits: str = "last") -> dict[int, np.ndarray]:
         """Append tokens to several sequences at once, of any lengths → sequence → logits [n_out, n_vocab]."""
+        return self._decode(batch, logits, ())[0]
+
+    def _decode(self, batch, logits: str, captures: tuple[str, ...]) -> tuple[dict[int, np.ndarray], list[dict]]:
         tokens = {seq: check_tokens(ids, self.hparams.n_vocab, seq) for seq, ids in batch.items()}
         if not tokens:
             raise OptionError("nothing to decode: the batch is empty")
         self.memory.check({seq: len(ids) for seq, ids in tokens.items()})
         one_by_one = 1 if self.options.delta_net == "autoregressive" else None
-        ubatches = split_equal(
-            tokens, dict(enumerate(self.memory.n_past)), want=logits, n_ubatch=self.n_ubatch, max_seq_tokens=one_by_one
-        )
+        past = dict(enumerate(self.memory.n_past))
         rows: dict[int, list[np.ndarray]] = {seq: [] for seq in tokens}
-        for ubatch in ubatches:
-            self._collect(ubatch, self._run(ubatch)[1], rows)
+        captured = []
+        for ubatch in split_equal(tokens, past, want=logits, n_ubatch=self.n_ubatch, max_seq_tokens=one_by_one):
+            built, out = self._run(ubatch, captures)
+            captured += [{at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()}] if captures else []
+            self._collect(ubatch, out, rows)
         empty = np.empty((0, self.hparams.n_vocab), np.float32)
-        return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}
+        return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}, captured
 
     def _run(self, ubatch: UBatch, captures: tuple[str, ...] = ()) -> tuple[Built, np.ndarray | None]:
         plan = self.memory.plan(ubatch)
@@ -199,18 +203,10 @@ class Session:
         return Built(ctx, graph, g.inputs, logits, kept, {x: self.model.device_index(il) for x, il in device_of.items()})
 
     def debug_capture(
-        self, tokens: Sequence[int], patterns: Sequence[str] = ("*",), *, seq: int = 0, logits: str = "last"
-    ) -> tuple[np.ndarray, list[dict[tuple[str, int], tuple[str, tuple[int, ...], np.ndarray]]]]:
-        """Decode `tokens` → their logits and, per ubatch, (name, occurrence) → (op, ne, value) of nodes that match."""
-        ids = check_tokens(tokens, self.hparams.n_vocab, seq)
-        self.memory.check({seq: len(ids)})
-        rows: dict[int, list[np.ndarray]] = {seq: []}
-        recorded = []
-        for ubatch in split_equal({seq: ids}, {seq: self.n_past(seq)}, want=logits, n_ubatch=self.n_ubatch):
-            built, out = self._run(ubatch, tuple(patterns))
-            self._collect(ubatch, out, rows)
-            recorded.append({at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()})
-        return np.concatenate(rows[seq]), recorded
+        self, batch: Mapping[int, Sequence[int]], patterns: Sequence[str] = ("*",), *, logits: str = "last"
+    ) -> tuple[dict[int, np.ndarray], list[dict[tuple[str, int], tuple[str, tuple[int, ...], np.ndarray]]]]:
+        """Like decode_batch, and per ubatch (name, occurrence) → (op, ne, value) of the nodes whose name matches."""
+        return self._decode(batch, logits, tuple(patterns))
 
     def _drop_graphs(self) -> None:
         for built in self._graphs.values():

@@ -76,7 +76,7 @@ class GraphBuilder(ggml.Ops):
 def capture(
     g: GraphBuilder, graph: ggml.Graph, wanted: Callable[[str], bool]
 ) -> tuple[ggml.Graph, dict[tuple[str, int], tuple[ggml.Tensor, ggml.Tensor]]]:
-    """Return a copy of `graph` in which every named node `wanted` keeps its value, and those nodes.
+    """Return a copy of `graph` in which every named node or input `wanted` keeps its value, and those nodes.
 
     Keys are (name, occurrence); values are (node, tensor to read). A view, or a node that a later one overwrites,
     is read through a copy placed right after it, because its own memory holds something else by the end.
@@ -85,7 +85,9 @@ def capture(
     overwritten = {n.view_src for n in nodes if n.view_src is not None and n.op not in PLAIN_VIEW_OPS}
     out = ggml.Graph(g.context, 2 * len(nodes) + 64)
     seen: dict[str, int] = {}
-    kept = {}
+    kept = {(name, 0): (x, x) for name, x in g.inputs.items() if wanted(name)}
+    for x, _ in kept.values():
+        g.set_output(x)
     for node in nodes:
         out.expand(node)
         name = node.name
