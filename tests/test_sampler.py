@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3next_ggml.errors import NonFinite, OptionError
-from qwen3next_ggml.sampler import Candidates, Sampler, SamplerParams, Twister, penalties, temperature, top_k, top_p, xtc
+from qwen3next_ggml.sampler import Candidates, Sampler, SamplerParams, Twister, penalties, temperature, top_k, top_p, typ_p, xtc
 
 from .kit.process import ROOT
 
@@ -304,11 +304,18 @@ def test_bias_forbids_and_the_callers_logits_stay():
     assert Sampler(SamplerParams(logit_bias={7: 2.0}, samplers="")).candidates(row).logits[7] == row[7] + np.float32(2)
 
 
+def test_a_sum_must_reach_top_p_and_exceed_typ_p():
+    halves = Candidates.of(np.zeros(2, np.float32))
+    assert top_p(halves, 0.5).ids.tolist() == [0]
+    assert typ_p(halves, 0.5).ids.tolist() == [0, 1]
+    assert typ_p(halves, 0.4).ids.tolist() == [0]
+
+
 def test_xtc_drops_the_top_but_one():
     whole = Candidates.of(np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], np.float32)))
     assert xtc(whole, lambda: 0.0, 0.5, 0.15).ids.tolist() == [3, 0, 4]
     assert xtc(whole, lambda: 0.9, 0.5, 0.15) is whole
-    assert xtc(whole, lambda: 0.0, 0.5, 0.35) .ids.tolist() == [1, 2, 3, 0, 4]
+    assert xtc(whole, lambda: 0.0, 0.5, 0.35).ids.tolist() == [1, 2, 3, 0, 4]
     assert xtc(whole, lambda: 0.0, 0.5, 0.15, 4).ids.tolist() == [1, 2, 3, 0, 4]
 
 
