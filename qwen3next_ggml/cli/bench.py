@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -136,6 +135,8 @@ def _time(session, test: Test, tokens) -> int:
 
 
 def _row(model, session, test: Test, settings: dict, began: datetime, samples_ns: list[int]) -> dict:
+    from importlib.metadata import version
+
     from ..ggml import provider
 
     speeds = [1e9 * (test.n_prompt + test.n_gen) / ns for ns in samples_ns]

@@ -136,20 +136,28 @@ def lines(report: dict) -> Iterator[str]:
 
 def _hparams(hp: dict) -> Iterator[str]:
     yield from ("", "hyperparameters")
-    plain = {key: value for key, value in hp.items() if key not in ("recurrent_layers", "rope")}
-    yield from table((plain | {f"rope.{key}": value for key, value in hp["rope"].items()}).items(), indent="  ")
+    flat = {key: value for key, value in hp.items() if key not in ("recurrent_layers", "rope")}
+    flat |= {f"rope.{key}": value for key, value in hp["rope"].items()}
+    yield from table(((key, f"{value:.7g}" if isinstance(value, float) else value) for key, value in flat.items()), indent="  ")
     yield from ("", "layers (r recurrent, a attention, n NextN)")
+    letters = [kind[0] for kind in _kinds(hp)]
+    yield from (f"  {il:3d}  {' '.join(letters[il : il + 16])}" for il in range(0, len(letters), 16))
+
+
+def _kinds(hp: dict) -> list[str]:
     n_layer = hp["n_layer_all"] - hp["n_layer_nextn"]
-    kinds = "".join("n" if il >= n_layer else "r" if recurrent else "a" for il, recurrent in enumerate(hp["recurrent_layers"]))
-    yield from (f"  {il:3d}  {' '.join(kinds[il : il + 16])}" for il in range(0, len(kinds), 16))
+    kinds = ("recurrent" if recurrent else "attention" for recurrent in hp["recurrent_layers"])
+    return [kind if il < n_layer else "nextn" for il, kind in enumerate(kinds)]
 
 
 def _tensors(report: dict) -> Iterator[str]:
     def layer_of(tensor: dict) -> int:
         return -1 if tensor["layer"] is None else tensor["layer"]
 
+    kinds = _kinds(report["hparams"]) if report["hparams"] else []
     ordered = sorted(report["tensors"], key=lambda t: (layer_of(t), t["role"] or ""))
     rows = [(t["name"], t["role"] or "unknown", t["type"], f"[{', '.join(map(str, t['shape']))}]", size(t["nbytes"])) for t in ordered]
     for il, group in groupby(zip(ordered, table(rows, right=(4,), indent="  ")), key=lambda pair: layer_of(pair[0])):
-        yield from ("", f"layer {il}" if il >= 0 else "outside the layers")
+        kind = f", {kinds[il]}" if 0 <= il < len(kinds) else ""
+        yield from ("", f"layer {il}{kind}" if il >= 0 else "outside the layers")
         yield from (line for _, line in group)

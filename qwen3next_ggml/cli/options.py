@@ -94,9 +94,12 @@ path_options = grouped("path", _path, *path_parameters)
 def opened(path: str | None):
     """Return the open GgufFile, the embedded model's without a path."""
     from ..gguf_file import GgufFile
-    from ..model import embedded_model
 
-    return GgufFile.open(path or embedded_model())
+    if path is None:
+        from ..model import embedded_model
+
+        path = embedded_model()
+    return GgufFile.open(path)
 
 
 # the model, and where it runs

@@ -41,7 +41,7 @@ def size(nbytes: int) -> str:
 
 def count(n: int) -> str:
     """Write a number of parameters as llama.cpp does."""
-    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M" if n >= 1e6 else f"{n / 1e3:.2f} K"
 
 
 def table(rows: Iterable[Sequence[object]], *, right: Sequence[int] = (), indent: str = "") -> Iterator[str]:

@@ -1,0 +1,16 @@
+"""The command line in this process: exact output, exit code, and any exception that is no one's fault but ours."""
+
+import pytest
+from click.testing import CliRunner
+
+from qwen3next_ggml.cli import cli
+
+
+@pytest.fixture
+def qgraph():
+    """Run a command; returns click's result with `exit_code`, `stdout` and `stderr`. Bugs raise."""
+
+    def run(*args, stdin="", env=None):
+        return CliRunner().invoke(cli, list(map(str, args)), input=stdin, env=env, catch_exceptions=False)
+
+    return run
