@@ -143,7 +143,10 @@ def _byte_characters() -> list[str]:
 def _stored_type(decl: Decl, type: GgmlType, overrides: Mapping[str, str]) -> GgmlType:
     for pattern, name in overrides.items():
         if fnmatchcase(decl.name, pattern):
-            return GgmlType.of(name)
+            wanted = GgmlType.of(name)
+            if decl.ne[0] % wanted.block_size:
+                raise TensorError(f"{decl.name} has rows of {decl.ne[0]}, {name} needs a multiple of {wanted.block_size}")
+            return wanted
     # what llama.cpp's quantiser leaves alone: vectors, convolutions, routers
     if decl.op is None or len(decl.ne) == 1 or "ffn_gate_inp" in decl.name:
         return types.F32
@@ -192,7 +195,8 @@ def _raw(decl: Decl, type: GgmlType, seed: int) -> Iterator[np.ndarray]:
         yield _composed(decl, type, seed)
         return
     n_rows, segment = int(np.prod(decl.ne[1:])), gcd(decl.ne[0], 256)
-    if n_rows * decl.ne[0] > BANK and decl.ne[0] > segment:
+    # two segments and n_bank turns make n_bank^2 different rows
+    if n_rows * decl.ne[0] > BANK and decl.ne[0] > segment and n_rows <= (BANK // decl.ne[0]) ** 2:
         yield from _reused(decl, type, seed, segment)
     else:
         yield from _rows(decl, type, seed, n_rows)

@@ -43,24 +43,24 @@ def gguf_bytes(*, magic=b"GGUF", version=3, kvs=(), tensors=(), n_kv=None, n_ten
     return head + bytes(-len(head) % alignment) + data
 
 
-def edit_gguf(source, target, *, metadata=None, drop=(), replace=None, rename=None, split=0):
+def edit_gguf(source, target, *, metadata=None, drop=(), replace=None, rename=None, add=None, split=0):
     """Copy a file with changes.
 
     metadata: key to value, None drops it; drop: tensor names; replace: name to (type name, array of float32 in numpy order);
-    rename: old to new name; split: tensors a file of a split set named after `target`. Returns the files written.
+    rename: old to new name; add: new tensors, name to float32 array; split: tensors a file of a split set named after `target`. Returns the files written.
     """
     reader = gguf.GGUFReader(source)
     fields = {k: (f.contents(), f.types) for k, f in reader.fields.items() if not k.startswith("GGUF.")}
     metadata = metadata or {}
     arch = metadata.get("general.architecture") or fields.get("general.architecture", ["none"])[0]
     writer = gguf.GGUFWriter(target, arch, split_max_tensors=split)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    setters = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     for key, (value, types) in fields.items():
         if key not in metadata and key != "general.architecture":
             writer.add_key_value(key, value, types[0], types[-1] if len(types) > 1 else None)
     for key, value in metadata.items():
         if value is not None and key != "general.architecture":
-            add[type(value)](key, value)
+            setters[type(value)](key, value)
     for t in reader.tensors:
         if t.name in drop:
             continue
@@ -72,6 +72,8 @@ def edit_gguf(source, target, *, metadata=None, drop=(), replace=None, rename=No
             writer.add_tensor(name, raw, raw_dtype=kind)
         else:
             writer.add_tensor(name, np.array(t.data), raw_dtype=t.tensor_type)
+    for name, values in (add or {}).items():
+        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
