@@ -114,6 +114,23 @@ static bool check_ggml_add_id(ggml_tensor * a, ggml_tensor * b, ggml_tensor * id
     return true;
 }
 
+// a later ggml looks itself
+static bool countable(int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
+    int64_t n = 64; // no element is larger
+    return !(__builtin_mul_overflow(n, ne0, &n) || __builtin_mul_overflow(n, ne1, &n) || __builtin_mul_overflow(n, ne2, &n) || __builtin_mul_overflow(n, ne3, &n))
+        || refuse("more elements than can be counted");
+}
+
+static bool check_ggml_new_tensor_4d(int type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
+    (void) type;
+    return countable(ne0, ne1, ne2, ne3);
+}
+
+static bool check_ggml_repeat_4d(const ggml_tensor * a, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3) {
+    (void) a;
+    return countable(ne0, ne1, ne2, ne3);
+}
+
 static bool check_ggml_pad(const ggml_tensor * a, int p0, int p1, int p2, int p3) {
     (void) a;
     return (p0 >= 0 && p1 >= 0 && p2 >= 0 && p3 >= 0) || refuse("a negative amount of padding");

@@ -210,6 +210,7 @@ class Tensor:
 
         The dtype is the tensor's own, or uint8 for raw bytes. Indices must be below the limit of every node built on them, else GraphError.
         """
+        self._check_open("set")
         array = np.ascontiguousarray(array)
         wanted = _NUMPY.get(self.type.name, np.uint8)
         if array.dtype not in (wanted, np.uint8):
@@ -225,6 +226,7 @@ class Tensor:
 
     def get(self) -> np.ndarray:
         """Copy the data out in numpy order (ne reversed, without the ones that `shape` drops): float32 for float and quantised types, ints for ints."""
+        self._check_open("get")
         shape, kind = self.shape[::-1], self.type
         if self.nelements == 0:
             return np.empty(shape, _NUMPY.get(kind.name, np.float32))
@@ -247,13 +249,16 @@ class Tensor:
 
     def memset(self, value: int, offset: int = 0, size: int | None = None) -> None:
         """Fill `size` bytes (the rest by default) with one byte."""
+        self._check_open("memset")
         size = self.nbytes - offset if size is None else size
         self._check_range("memset", offset, size)
         lib.ggml_backend_tensor_memset(self._p, value, offset, size)
 
-    def _check_range(self, doing: str, offset: int, size: int) -> None:
+    def _check_open(self, doing: str) -> None:
         if not lib.q_is_open(self._p):
             raise TensorError(f"{doing}: the tensor belongs to a closed context")
+
+    def _check_range(self, doing: str, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.nbytes:
             raise TensorError(f"{doing} {self!r}: bytes {offset} to {offset + size} of {self.nbytes}")
         if not self._p.data or not (self._p.view_src.buffer if self._p.view_src else self._p.buffer):
