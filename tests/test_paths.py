@@ -162,7 +162,8 @@ def test_graph_reuse_changes_nothing(model, answers, graph):
                 s._drop_graphs()
         return np.stack(rows)
 
-    with model.session(**options(graph=graph, flash_attn=False)) as reusing, model.session(**options(graph=graph, flash_attn=False)) as rebuilding:
+    how = options(graph=graph, flash_attn=False)
+    with model.session(**how) as reusing, model.session(**how) as rebuilding:
         got = run(reusing, forget=False)
         assert np.array_equal(got, run(rebuilding, forget=True))
         assert reusing.n_builds == 1 and rebuilding.n_builds == 50

@@ -65,7 +65,10 @@ class ReferenceModel:
         return self._finish(rows, recorder, trace)
 
     def state(self, il, *, seq=0):
-        """Return copies of a layer's state: r (conv window) [n_channel, d_conv - 1] and s [H_v, S_v, S_k], or k and v [n_past, n_head_kv, head_dim]."""
+        """Return copies of a layer's state, under upstream's names.
+
+        r, the conv window, [n_channel, d_conv - 1] and s [H_v, S_v, S_k]; or k and v [n_past, n_head_kv, head_dim].
+        """
         return {name: x.copy() for name, x in self._layer_state(il, seq).items()}
 
     def set_state(self, il, values, *, seq=0):
