@@ -32,8 +32,9 @@ class Timings:
 class Step:
     """One token chosen, and the text it completes; texts joined are the whole text.
 
-    token: None if none was wanted (n_predict 0). text: whole characters only, without a stop string. n_past: tokens the sequence
-    holds, without this one. finish_reason: None, or on the last step "eog", "length" or "stop". timings: on the last step.
+    token: None if none was wanted (n_predict 0). text: whole characters only, without a stop string. n_past: tokens the
+    sequence holds, without this one. finish_reason: None, or on the last step "eog", "length" or "stop".
+    timings: on the last step.
     """
 
     token: int | None
@@ -51,11 +52,12 @@ def stream_generate(
 ) -> Iterator[Step]:  # fmt: skip
     """Continue a prompt; yields a Step for each token.
 
-    n_predict: tokens wanted at most, -1 until the context is full. session: its sequence `seq` is brought to the prompt, keeping what
-    the prompt extends; without one a session of the model's is made and closed. special: control tokens show in the text.
-    parse_special: their texts in the prompt become them. stop: strings that end the text. logits_processors: called with all tokens so
-    far and logits [n_vocab], return logits. params and further names are fields of SamplerParams.
-    Raises OptionError at the call; ContextFull and NonFinite while running, the first before anything is evaluated.
+    n_predict: tokens wanted at most, -1 until the context is full. session: its sequence `seq` is brought to the prompt,
+    keeping what the prompt extends; without one a session of the model's is made and closed. special: control tokens show
+    in the text. parse_special: their texts in the prompt become them. stop: strings that end the text.
+    logits_processors: called with all tokens so far and logits [n_vocab], return logits. params and further names are
+    fields of SamplerParams. Raises OptionError at the call; while running, ContextFull before anything is evaluated, and
+    NonFinite.
     """
     if n_predict < -1:
         raise OptionError(f"n_predict is {n_predict}, expected -1 (until the context is full) or more")
@@ -151,11 +153,13 @@ def _generate(model, session, seq: int, choose: _Chooser, out: _TextOut, n_predi
                 logits = session.decode(choose.tokens[-1:], seq=seq)[-1]
             token = choose(logits)
             text, stopped = out.push(token)
-            finish = "eog" if model.tokenizer.is_eog(token) else "stop" if stopped else "length" if n_done == n_wanted else None
+            ended = "eog" if model.tokenizer.is_eog(token) else "stop" if stopped else None
+            finish = ended or ("length" if n_done == n_wanted else None)
             if finish in ("eog", "length"):
                 text += out.flush()
             predicted_s += perf_counter() - start
-            yield Step(token, text, session.n_past(seq), seed, finish, _timings(*prompt, n_done, predicted_s) if finish else None)
+            timings = _timings(*prompt, n_done, predicted_s) if finish else None
+            yield Step(token, text, session.n_past(seq), seed, finish, timings)
             if finish:
                 return
 
@@ -163,4 +167,5 @@ def _generate(model, session, seq: int, choose: _Chooser, out: _TextOut, n_predi
 def _timings(prompt_n: int, prompt_s: float, predicted_n: int, predicted_s: float) -> Timings:
     def rate(n, seconds):
         return n / seconds if seconds > 0 else 0.0
-    return Timings(prompt_n, 1e3 * prompt_s, rate(prompt_n, prompt_s), predicted_n, 1e3 * predicted_s, rate(predicted_n, predicted_s))
+    return Timings(prompt_n, 1e3 * prompt_s, rate(prompt_n, prompt_s),
+                   predicted_n, 1e3 * predicted_s, rate(predicted_n, predicted_s))

@@ -233,8 +233,9 @@ class Sampler:
 
     def _active_steps(self) -> list[Callable[[Candidates], Candidates]]:
         p = self.params
+        penalised = p.penalty_last_n and (p.penalty_repeat, p.penalty_freq, p.penalty_present) != (1, 0, 0)
         steps = {
-            "penalties": self._penalise if p.penalty_last_n and (p.penalty_repeat, p.penalty_freq, p.penalty_present) != (1, 0, 0) else None,
+            "penalties": self._penalise if penalised else None,
             "top_n_sigma": partial(top_n_sigma, n=p.top_n_sigma) if p.top_n_sigma > 0 else None,
             "top_k": partial(top_k, k=p.top_k) if p.top_k > 0 else None,
             "typ_p": partial(typ_p, p=p.typ_p, min_keep=p.min_keep) if p.typ_p < 1 else None,

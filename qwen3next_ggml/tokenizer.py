@@ -25,9 +25,12 @@ _ROLES = {
     "eot": ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>",
             "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"),
     "eom": ("<|eom_id|>",),
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>"),
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
+                "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>",
+                "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+                "<|middle|>"),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
@@ -222,7 +225,8 @@ class Tokenizer:
         ids = dict(self._ids)
         for text in (*_CHARS, *(part for a, b in pairs for part in (a, b, a + b))):
             ids.setdefault(text, len(ids))
-        beyond = {i: [self._ids[c] for c in text if c in self._ids and c.isascii()] for text, i in ids.items() if i >= self.n_vocab}
+        beyond = {i: [self._ids[c] for c in text if c in self._ids and c.isascii()]
+                  for text, i in ids.items() if i >= self.n_vocab}
         library = Library(models.BPE(vocab=ids, merges=list(pairs)))
         library.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Split(Regex(self._words), "isolated"),

@@ -102,8 +102,9 @@ def test_no_token_wanted_evaluates_the_prompt_alone():
 
 
 @pytest.mark.parametrize("stop, expected", [
-    ("night", "Good "), (["sorrow", "night,"], "Good "), ("good night", "Good night, "), (["t, g", "ight"], "Good n"),
-    ("Parting is", "Good night, good night! "), ("never", "Good night, good night! Parting is"), ("G", ""), (["is<"], "Good night, good night! Parting is"),
+    ("night", "Good "), (["sorrow", "night,"], "Good "), ("good night", "Good night, "), (["t, g", "ight"], "Good n"), ("G", ""),
+    ("Parting is", "Good night, good night! "), ("never", "Good night, good night! Parting is"),
+    (["is<"], "Good night, good night! Parting is"),
 ])
 def test_stop_strings_end_the_text_before_them(stop, expected):
     steps, text = run("Good night, good night! Parting is<|im_end|>", stop=stop)

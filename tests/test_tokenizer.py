@@ -39,9 +39,10 @@ for line in sys.stdin:
     if "texts" in job:
         answer = [tokenize(bytes.fromhex(text), job["add_special"], job["parse_special"]) for text in job["texts"]]
     else:
-        answer = {"n_vocab": llama.n_vocab, "eog": [i for i in range(llama.n_vocab) if api.llama_vocab_is_eog(llama.vocab, i)],
+        ids = range(llama.n_vocab)
+        answer = {"n_vocab": llama.n_vocab, "eog": [i for i in ids if api.llama_vocab_is_eog(llama.vocab, i)],
                   "eot": api.llama_vocab_eot(llama.vocab), "eos": api.llama_vocab_eos(llama.vocab),
-                  "shown": [piece(i, False) for i in range(llama.n_vocab)], "special": [piece(i, True) for i in range(llama.n_vocab)]}
+                  "shown": [piece(i, False) for i in ids], "special": [piece(i, True) for i in ids]}
     print(json.dumps(answer), flush=True)
 """
 
@@ -130,7 +131,8 @@ def varied_texts(n_random=600):
     texts = ["", *atoms, "a" * 5000, " " * 3001, "\n" * 999, " \n" * 500, "ab" * 3000 + " ", "🤔" * 400, "9" * 300, "é" * 700]
     texts += [space * n + tail for space in SPACES for n in (1, 2, 3) for tail in ("", "x", "7", "!", "\n", "é")]
     for _ in range(n_random):
-        parts = [rng.choice(atoms) if rng.random() < 0.7 else rng.choice(SPACES) * rng.randint(1, 4) for _ in range(rng.randint(1, 9))]
+        parts = [rng.choice(atoms) if rng.random() < 0.7 else rng.choice(SPACES) * rng.randint(1, 4)
+                 for _ in range(rng.randint(1, 9))]
         texts.append("".join(parts))
     return texts
 
@@ -152,7 +154,8 @@ CHARACTERS = st.one_of(st.sampled_from(OLD_CHARACTERS), st.sampled_from(SPACES),
 
 
 @settings(max_examples=300, deadline=None)
-@given(text=st.lists(st.one_of(CHARACTERS, st.sampled_from(LOOKALIKES + EMOJI)), max_size=30).map("".join), parse_special=st.booleans())
+@given(text=st.lists(st.one_of(CHARACTERS, st.sampled_from(LOOKALIKES + EMOJI)), max_size=30).map("".join),
+       parse_special=st.booleans())
 def test_random_text_gives_llama_cpps_ids(both, text, parse_special):
     tokenizer, llama = both
     assert [tokenizer.encode(text, parse_special=parse_special)] == llama.encode([text], parse_special=parse_special)
@@ -264,7 +267,8 @@ def test_refusals_name_what_was_found():
     ({"tokenizer.ggml.tokens": None}, "key tokenizer.ggml.tokens is missing"),
     ({"tokenizer.ggml.merges": None}, "key tokenizer.ggml.merges is missing"),
     ({"tokenizer.ggml.token_type": [1, 1]}, "has 2 entries, expected 2048"),
-    ({"tokenizer.ggml.bos_token_id": 5000, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is 5000, the vocabulary has 2048 tokens"),
+    ({"tokenizer.ggml.bos_token_id": 5000, "tokenizer.ggml.add_bos_token": True},
+     "bos_token_id is 5000, the vocabulary has 2048 tokens"),
     ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.add_eos_token": True}, "key tokenizer.ggml.eos_token_id is missing"),
     ({"tokenizer.ggml.token_type": [6] * 2048}, "token 64 is of type BYTE and its text is 'a'"),
 ])
