@@ -82,7 +82,9 @@ varied_options = grouped(
 @click.option("--no-warmup", is_flag=True, help="time the first run too")
 @click.option("-o", "--output", type=click.Choice(("md", "json")), default="md", show_default=True, help="form of the result")
 def command(model, n_prompt, n_gen, n_depth, repetitions, varied, no_warmup, output) -> None:
-    """Measure tokens per second as llama-bench does: prompts (pp) and generation (tg).
+    """Measure tokens per second, as llama-bench does.
+
+    Prompts (pp) and generation (tg), without tokenizer and sampler.
 
     Options named in the plural take comma-separated lists, as do -t, -ub, -fa, -ctk, -ctv, --graph and --delta-net; every
     combination is measured.

@@ -20,7 +20,10 @@ SWITCHES = {"CUDA": "GGML_CUDA", "ROCm": "GGML_HIP", "Metal": "GGML_METAL", "Vul
 @json_option
 @provider_option
 def command(as_json: bool, ggml: str | None) -> None:
-    """Show the libggml in use, its devices with memory and features, and why other backends and providers are missing."""
+    """Show what can compute here, and why the rest cannot.
+
+    The libggml in use, its devices with memory and features, and the backends and other providers that are missing.
+    """
     report = describe(ggml)
     if as_json:
         emit_json(report)

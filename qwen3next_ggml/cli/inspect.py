@@ -18,10 +18,10 @@ from .output import count, emit, emit_json, size, table
 @json_option
 @provider_option
 def command(path: str | None, as_json: bool, ggml: str | None) -> None:
-    """Show what is in a GGUF file: hyperparameters, kinds of layers, and every tensor with its role, type, shape and size.
+    """Show what is in a GGUF file.
 
-    Shapes are in ggml order, fastest dimension first. A file that cannot be run is still shown; the command then ends with
-    the reason.
+    Metadata, hyperparameters, kinds of layers, and every tensor with its role, type, shape (in ggml order, fastest dimension first)
+    and size. A file that cannot be run is still shown; the command then ends with the reason.
     """
     from ..ggml import provider
 

@@ -21,7 +21,10 @@ from .output import note, size
 @click.option("-s", "--seed", default=0, show_default=True, help="seed of the weights")
 @provider_option
 def command(out, arch, geometry, n_layer, type_, mtp, legacy, seed, ggml) -> None:
-    """Write a GGUF file OUT with random weights: for tests, and for measuring speed without a download."""
+    """Write a GGUF file with random weights to OUT.
+
+    For tests, and for measuring speed without a download. The same options give the same file on every machine.
+    """
     from ..ggml import provider
     from ..toy import write_toy
 

@@ -16,9 +16,9 @@ SUSPICIOUS = 3
 @json_option
 @provider_option
 def command(path: str | None, strict: bool, as_json: bool, ggml: str | None) -> None:
-    """Check that a file has every tensor in the right shape, and warn of what loads and may still be wrong.
+    """Check a GGUF file, and warn of what looks wrong.
 
-    Warnings: norms that miss their offset, gates of few bits, tensors that are converted at load or not used at all.
+    Errors: tensors that are missing, mis-shaped, of the wrong kind. Warnings: norms that miss their offset, gates of few bits, tensors that are converted at load or not used at all.
     """
     from .. import models
     from ..ggml import provider

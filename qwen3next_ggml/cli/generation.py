@@ -1,4 +1,4 @@
-"""The sampling options, under llama.cpp's spelling and with its defaults (level 12)."""
+"""How to generate: length, ends and sampling, under llama.cpp's spelling and with its defaults (level 12)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from .options import grouped, option
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen; `settings` are fields of SamplerParams."""
+class GenerationOptions:
+    """How tokens are chosen, how many of them, and what of them is shown."""
 
-    settings: dict
+    n_predict: int
+    stop: tuple[str, ...]
+    special: bool
     ignore_eos: bool
+    sampler: dict
 
-    def params(self, n_ctx: int):
-        """Return the SamplerParams for a context of n_ctx tokens. Raises OptionError for a value that means nothing."""
+    def settings(self, n_ctx: int) -> dict:
+        """Return the arguments of `stream_generate` for a context of n_ctx tokens. Raises OptionError."""
         from ..sampler import SamplerParams
 
-        last_n = self.settings["penalty_last_n"]
-        return SamplerParams(**self.settings | {"penalty_last_n": n_ctx if last_n == -1 else last_n})
+        last_n = self.sampler["penalty_last_n"]
+        params = SamplerParams(**self.sampler | {"penalty_last_n": n_ctx if last_n == -1 else last_n})
+        return dict(n_predict=self.n_predict, stop=self.stop, special=self.special, ignore_eos=self.ignore_eos, params=params)
 
 
-def _sampling(ignore_eos: bool, logit_bias: tuple, samplers: str | None, **settings) -> SamplingOptions:
+def _generation(n_predict, stop, special, ignore_eos, logit_bias, samplers, **sampler) -> GenerationOptions:
     if samplers is not None:
-        settings["samplers"] = samplers
-    return SamplingOptions(settings | {"logit_bias": dict(logit_bias)}, ignore_eos)
+        sampler["samplers"] = samplers
+    return GenerationOptions(n_predict, stop, special, ignore_eos, sampler | {"logit_bias": dict(logit_bias)})
 
 
 class Bias(click.ParamType):
@@ -43,8 +47,13 @@ class Bias(click.ParamType):
             self.fail(f"{value!r} is not TOKEN_ID+BIAS or TOKEN_ID-BIAS", param, ctx)
 
 
-sampling_options = grouped(
-    "sampling", _sampling,
+generation_options = grouped(
+    "generation", _generation,
+    option("-n", "--predict", "--n-predict", "n_predict", type=int, default=-1, env="N_PREDICT",
+           help="tokens wanted at most; -1: until the text ends or the context is full"),
+    option("-r", "--reverse-prompt", "stop", multiple=True, metavar="TEXT", help="stop where this text comes; may be repeated"),
+    option("-sp", "--special", is_flag=True, help="show control tokens"),
+    option("--ignore-eos", is_flag=True, help="never choose a token that ends the text"),
     option("-s", "--seed", type=int, default=-1, env="SEED", help="seed of the draws; -1: a random one"),
     option("--temp", "--temperature", "temp", default=0.8, env="TEMPERATURE", help="temperature; 0: the most likely token"),
     option("--top-k", default=40, env="TOP_K", help="keep the k most likely tokens; 0: all"),
@@ -60,5 +69,4 @@ sampling_options = grouped(
     option("--frequency-penalty", "penalty_freq", default=0.0, env="FREQUENCY_PENALTY", help="taken off tokens for each time they occurred"),
     option("-l", "--logit-bias", type=Bias(), multiple=True, metavar="TOKEN_ID(+/-)BIAS", help="added to a token's logit; may be repeated"),
     option("--samplers", metavar="NAME;…", help="the steps and their order  [default: llama.cpp's]"),
-    option("--ignore-eos", is_flag=True, help="go on after the end of the text"),
 )  # fmt: skip
