@@ -1,5 +1,10 @@
 """The only package that speaks C: ggml's tensors, operations, devices and memory as Python objects (level 1)."""
 
+try:
+    from . import _native
+except ImportError as error:
+    raise ImportError(f"qwen3next_ggml's native module is not built ({error}); in the checkout: pip install --no-build-isolation -e .") from error
+
 from . import types
 from .backend import Backend
 from .cgraph import Graph

@@ -95,8 +95,8 @@ class Backend(Owned):
 
 def compute(runner: object, graph: Graph) -> None:
     """Check a graph and run it on a Backend or Scheduler."""
-    graph.check(runner.device)
     backend, sched, stop = runner.native()
+    graph.check(runner.device)
     step = ffi.new("struct q_step *", {"backend": backend, "sched": sched, "graph": graph._p, "stop": stop})
     run(step, runner.name)
 

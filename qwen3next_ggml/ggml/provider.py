@@ -12,10 +12,7 @@ from pathlib import Path
 
 from ..errors import BackendError
 
-try:
-    from ._native import ffi, lib
-except ImportError as error:
-    raise ImportError(f"qwen3next_ggml's native module is not built ({error}); in the checkout: pip install --no-build-isolation -e .") from error
+from ._native import ffi, lib
 
 #: packages that carry libggml, and the folder inside them
 PACKAGES = {"ggml_python": ("ggml", "lib"), "llama_cpp": ("llama_cpp", "lib"), "libggml": ("libggml", "")}
