@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -49,6 +50,8 @@ def command(model, prompt, single_turn, template, generation, show_prompt, verbo
                 talk.clear()
             elif message == "/stats":
                 note(stats(talk, answers))
+            elif re.fullmatch(r"/\w+", message):
+                note(f"no command {message}; {HELP}")
             else:
                 if show_prompt:
                     note(talk.prompt(message)[0])
@@ -93,6 +96,8 @@ def turn(talk: Conversation, message: str, interactive: bool) -> list[Answer]:
         complain(f"{error}; /clear starts over")
         return []
     talk.keep(answer)
+    if interactive:
+        note()
     if answer.finish_reason == INTERRUPTED and not interactive:
         raise KeyboardInterrupt
     return [answer]

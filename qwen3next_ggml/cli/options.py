@@ -20,9 +20,13 @@ DELTA_NETS = ("auto", "fused", "chunked", "autoregressive")
 
 
 def option(*spelling: str, env: str | None = None, **settings) -> Callable:
-    """Return a click option that shows its default and falls back on the variables of `env`."""
+    """Return a click option that shows its default and falls back on the variables of `env`; a number's place is N."""
+    kind = settings.get("type", type(settings.get("default")))
+    defaults = {"show_default": settings.get("default") is not None and not any("/" in name for name in spelling)}
+    if kind in (int, float) or isinstance(kind, click.IntRange):
+        defaults["metavar"] = "N"
     variables = [f"QGRAPH_{env}", f"LLAMA_ARG_{env}"] if env else None
-    return click.option(*spelling, envvar=variables, **{"show_default": "default" in settings} | settings)
+    return click.option(*spelling, envvar=variables, **defaults | settings)
 
 
 def grouped(name: str, make: Callable, *parameters: Callable) -> Callable:
@@ -60,6 +64,9 @@ class Listed(click.ParamType):
 
     def __init__(self, of: click.ParamType):
         self.of = of
+
+    def get_metavar(self, param, ctx=None):
+        return "N,…" if isinstance(self.of, click.IntRange) else "NAME,…"
 
     def convert(self, value, param, ctx):
         return value if isinstance(value, tuple) else tuple(self.of.convert(one, param, ctx) for one in value.split(","))
@@ -146,7 +153,7 @@ model_options = grouped(
            help="devices the layers are spread over; auto: all GPUs, or the CPU; none: the CPU"),
     option("--list-devices", is_flag=True, help="list the devices and exit"),
     option("--repack/--no-repack", " /-nr", default=False, env="REPACK",
-           help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy"),
+           help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy  [default: no]"),
     provider_option,
 )  # fmt: skip
 

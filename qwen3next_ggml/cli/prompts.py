@@ -58,7 +58,7 @@ prompt_options = grouped(
     "prompt", PromptOptions,
     option("-p", "--prompt", help="the prompt; joined with -f when both are given"),
     option("-f", "--file", metavar="FNAME", help="a file that holds the prompt; -: standard input"),
-    option("-e", "--escape/--no-escape", default=True, help=r"turn \n, \t and so on in -p into those characters"),
+    option("-e", "--escape/--no-escape", default=True, help=r"turn \n, \t and so on in -p into those characters  [default: yes]"),
 )  # fmt: skip
 
 

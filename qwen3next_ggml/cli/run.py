@@ -17,12 +17,12 @@ DEFAULT_PROMPT = "ROMEO.\n"
 @click.command(name="run")
 @model_options
 @prompt_options
-@option("-cnv/-no-cnv", "--conversation/--no-conversation", " /--raw", "turn", default=None, show_default=False,
+@option("-cnv/-no-cnv", "--conversation/--no-conversation", " /--raw", "turn", default=None,
         help="put the prompt into the chat template, or take it as it is  [default: as it is, unless -sys or -st is given]")
 @option("-st", "--single-turn", is_flag=True, help="the same as -cnv: `run` answers one turn")
 @template_options
 @generation_options
-@option("--display-prompt/--no-display-prompt", default=True, help="print the prompt before its continuation")
+@option("--display-prompt/--no-display-prompt", default=True, help="print the prompt before its continuation  [default: yes]")
 @option("--no-parse-special", is_flag=True, help="read the texts of control tokens in the prompt as plain text")
 @option("--show-prompt", is_flag=True, help="print on stderr exactly what the model reads")
 @option("-v", "--verbose", is_flag=True, help="say which model runs on what")
