@@ -4,6 +4,7 @@ A ubatch holds equally many tokens of each of its sequences, sequence after sequ
 see it as [n_seq_tokens, n_seqs]. Knows nothing about models, memory or graphs.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,16 @@ class UBatch:
     def seq_of_row(self) -> np.ndarray:
         return np.repeat(np.asarray(self.seqs, np.int32), self.n_seq_tokens)
 
+    def outputs(self) -> list[tuple[int, int, int]]:
+        """Return (sequence, first wanted row, how many) for each sequence with wanted rows."""
+        counts = Counter(seq for seq, _ in self.out_slots)
+        found, first = [], 0
+        for seq in self.seqs:
+            if counts[seq]:
+                found.append((seq, first, counts[seq]))
+                first += counts[seq]
+        return found
+
 
 def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
     """Return `tokens` as int32, or raise OptionError naming the first one outside the vocabulary."""
@@ -56,12 +67,14 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
 
 
 def split_equal(
-    tokens: Mapping[int, np.ndarray], n_past: Mapping[int, int], *, want: str, n_ubatch: int, max_seq_tokens: int | None = None
-) -> list[UBatch]:
+    tokens: Mapping[int, np.ndarray], n_past: Mapping[int, int], *, want: str, n_ubatch: int,
+    max_seq_tokens: int | None = None, cut_every: int = 0,
+) -> list[UBatch]:  # fmt: skip
     """Cut `tokens` (sequence → ids) into ubatches of at most `n_ubatch` tokens.
 
     Sequences advance side by side until the shortest ends, as llama.cpp's `split_equal` does. `want` is "last",
-    "all" or "none"; `max_seq_tokens` caps a sequence's share of one ubatch.
+    "all" or "none"; `max_seq_tokens` caps a sequence's share of one ubatch, and none reaches past a position that is a
+    multiple of `cut_every`.
     """
     if want not in WANTS:
         raise OptionError(f"logits must be one of {', '.join(WANTS)}, got {want!r}")
@@ -69,6 +82,8 @@ def split_equal(
     ubatches = []
     while active := [s for s in done if done[s] < len(tokens[s])][:n_ubatch]:
         n = min(min(len(tokens[s]) - done[s] for s in active), n_ubatch // len(active), max_seq_tokens or n_ubatch)
+        if cut_every:
+            n = min(n, *(cut_every - (n_past[s] + done[s]) % cut_every for s in active))
         ubatches.append(_take(tokens, n_past, done, active, n, want))
         for s in active:
             done[s] += n

@@ -1,87 +1,63 @@
-"""Decode tokens: choose a graph, build or reuse it, fill, compute, read (level 8).
+"""Decode tokens and move about in what was decoded (level 8).
 
-One session owns the state of its sequences and its compute buffer; it knows nothing of text.
+A session owns the state of its sequences and its compute buffer; it knows nothing of text.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import numpy as np
 
-from . import ggml
 from .batch import UBatch, check_tokens, split_equal
-from .errors import OptionError, QGraphError, StateError
-from .executor import Built, ManyDevices, OneDevice
-from .graph.builder import GraphBuilder, capture
-from .graph.inputs import Inputs, Sizes
-from .graph.key import GraphKey, node_budget
+from .errors import NonFinite, OptionError, StateError
+from .graph.inputs import Sizes
+from .graph.key import GraphKey
 from .graph.options import LEAN, PLAIN, GraphOptions
 from .graph.support import resolve_delta_net, resolve_flash_attn
-from .memory import HybridMemory, Plan
+from .graph_cache import GraphCache
+from .history import Checkpoints, History, common_prefix
+from .memory import MIB, HybridMemory, Plan
 
 N_PAD = 256
-MAX_GRAPHS = 16
 
 
 class Session:
     """Hold the state of up to `n_seq_max` sequences of one model and decode tokens into it.
 
-    `n_ctx` cells (rounded up to 256; 0 = what the model was trained for) are shared by all sequences. `graph` is
-    "auto", "plain" (llama.cpp's own graph), "lean" or a GraphOptions. Raises OptionError for a value that means
-    nothing and BackendError when the state does not fit in memory.
+    `n_ctx` cells (rounded up to 256; 0 = what the model was trained for) are shared by all sequences. `n_rollback`
+    older states are kept per sequence, so that `rewind` by as many tokens costs nothing; every `checkpoint_every`
+    tokens (0 = never) the recurrent states are copied to the host, `checkpoint_mib` at most, oldest dropped first.
+    `graph` is "auto", "plain" (llama.cpp's own graph), "lean" or a GraphOptions. Raises OptionError for a value that
+    means nothing and BackendError when the state does not fit in memory.
     """
 
     def __init__(
         self, model, *, n_ctx: int = 4096, n_seq_max: int = 1, n_ubatch: int = 512, type_k: str = "f16",
-        type_v: str = "f16", flash_attn: bool | str = "auto", delta_net: str = "auto",
-        graph: str | GraphOptions = "auto", n_threads: int | None = None,
+        type_v: str = "f16", flash_attn: bool | str = "auto", n_rollback: int = 0, checkpoint_every: int = 0,
+        checkpoint_mib: int = 1024, delta_net: str = "auto", graph: str | GraphOptions = "auto",
+        n_threads: int | None = None,
     ):  # fmt: skip
-        for name, value, low in (("n_ctx", n_ctx, 0), ("n_seq_max", n_seq_max, 1), ("n_ubatch", n_ubatch, 1)):
-            if value < low:
-                raise OptionError(f"{name} must be at least {low}, got {value}")
+        _check_sizes(n_ctx=(n_ctx, 0), n_seq_max=(n_seq_max, 1), n_ubatch=(n_ubatch, 1), n_rollback=(n_rollback, 0),
+                     checkpoint_every=(checkpoint_every, 0), checkpoint_mib=(checkpoint_mib, 0))  # fmt: skip
         self.model = model
         self.hparams = hp = model.hparams
         self.n_ctx = -(-(n_ctx or hp.n_ctx_train) // N_PAD) * N_PAD
         self.n_seq_max = n_seq_max
         self.n_ubatch = min(n_ubatch, self.n_ctx)
-        self.options = self._resolve(graph, delta_net, flash_attn)
+        self.checkpoint_every = checkpoint_every
+        self.options = _resolve_options(model, graph, delta_net, flash_attn)
         self.memory = HybridMemory(
             model.arch.state_specs(hp), model.layer_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
-            type_k=type_k, type_v=type_v, flash_attn=self.options.flash_attn,
+            type_k=type_k, type_v=type_v, flash_attn=self.options.flash_attn, n_rollback=n_rollback,
+            n_staging=(self.n_ubatch - 1) // checkpoint_every if checkpoint_every else 0,
         )  # fmt: skip
-        self.n_builds = 0
+        self.history = History(n_seq_max)
+        self.checkpoints = Checkpoints(checkpoint_mib * MIB)
         self.last_evaluated = 0
-        self._tokens: dict[int, list[int]] = {}
-        self._graphs: OrderedDict[GraphKey, Built] = OrderedDict()
-        self._executor = self._make_executor(n_threads or model.n_threads)
-
-    def _resolve(self, graph, delta_net, flash_attn) -> GraphOptions:
-        named = {"plain": PLAIN, "lean": LEAN, "auto": LEAN if self.model.devices[0].kind == "cpu" else PLAIN}
-        if isinstance(graph, GraphOptions):
-            return graph
-        if graph not in named:
-            raise OptionError(f"graph must be one of {', '.join(named)}, got {graph!r}")
-        devices = self.model.devices
-        return named[graph].but(
-            delta_net=resolve_delta_net(delta_net, self.hparams, devices),
-            flash_attn=resolve_flash_attn(flash_attn, self.hparams, devices),
-        )
-
-    def _make_executor(self, n_threads: int) -> OneDevice | ManyDevices:
-        backends = [device.init() for device in self.model.devices]
-        for backend in backends:
-            backend.set_n_threads(n_threads)
-        n_tokens = 1 if self.options.delta_net == "autoregressive" else self.n_ubatch
-        worst = GraphKey(Sizes(n_tokens, 1, 1, self.n_ctx, 0), self.options)
-        if len(backends) == 1:
-            executor = OneDevice(backends[0])
-        else:
-            executor = ManyDevices(backends, 2 * node_budget(worst, self.hparams.n_layer_all, self.hparams.n_expert_used))
-        built = self._build(worst)
-        executor.reserve(built)
-        built.close()
-        return executor
+        self.last_reuse = ""
+        self._one_by_one = self.options.delta_net == "autoregressive"
+        n_tokens = 1 if self._one_by_one else self.n_ubatch
+        worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, self.memory.recurrent.keep(n_tokens, self._all_marks(n_tokens)))
+        self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
 
     # decoding
 
@@ -89,7 +65,8 @@ class Session:
         """Append `tokens` to sequence `seq` → float32 logits [n_out, n_vocab].
 
         `logits` is "last" (1 row), "all" (one row per token) or "none" (0 rows). Raises OptionError for a token
-        outside the vocabulary, ContextFull when they do not fit; the session is then as it was.
+        outside the vocabulary and ContextFull when they do not fit, the session being as it was; NonFinite when the
+        logits are not numbers.
         """
         return self.decode_batch({seq: tokens}, logits=logits)[seq]
 
@@ -97,128 +74,184 @@ class Session:
         """Append tokens to several sequences at once, of any lengths → sequence → logits [n_out, n_vocab]."""
         return self._decode(batch, logits, ())[0]
 
-    def _decode(self, batch, logits: str, captures: tuple[str, ...]) -> tuple[dict[int, np.ndarray], list[dict]]:
-        tokens = {seq: check_tokens(ids, self.hparams.n_vocab, seq) for seq, ids in batch.items()}
-        if not tokens:
-            raise OptionError("nothing to decode: the batch is empty")
-        self.memory.check({seq: len(ids) for seq, ids in tokens.items()})
-        one_by_one = 1 if self.options.delta_net == "autoregressive" else None
-        past = dict(enumerate(self.memory.n_past))
-        rows: dict[int, list[np.ndarray]] = {seq: [] for seq in tokens}
-        captured = []
-        for ubatch in split_equal(tokens, past, want=logits, n_ubatch=self.n_ubatch, max_seq_tokens=one_by_one):
-            built, out = self._run(ubatch, captures)
-            captured += [{at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()}] if captures else []
-            self._collect(ubatch, out, rows)
-        empty = np.empty((0, self.hparams.n_vocab), np.float32)
-        return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}, captured
-
-    def _run(self, ubatch: UBatch, captures: tuple[str, ...] = ()) -> tuple[Built, np.ndarray | None]:
-        plan = self.memory.plan(ubatch)
-        sizes = Sizes(ubatch.n_seq_tokens, ubatch.n_seqs, len(ubatch.out_rows), plan.n_kv, plan.rs_head)
-        built = self._graph_for(GraphKey(sizes, self.options, captures))
-        values = {"inp_tokens": ubatch.tokens, "inp_pos": ubatch.pos, "out_ids": ubatch.out_rows, **plan.inputs}
-        out = None if built.logits is None else np.empty((len(ubatch.out_rows), self.hparams.n_vocab), np.float32)
-        try:
-            self._executor.run(built, values, out)
-        except BaseException:
-            self.memory.interrupt(ubatch)
-            raise
-        self.memory.apply(ubatch, plan)
-        for seq, ids in zip(ubatch.seqs, ubatch.tokens.reshape(ubatch.n_seqs, -1).tolist()):
-            self._tokens.setdefault(seq, []).extend(ids)
-        return built, out
-
-    @staticmethod
-    def _collect(ubatch: UBatch, out: np.ndarray | None, rows: dict[int, list[np.ndarray]]) -> None:
-        start = 0
-        for seq in ubatch.seqs:
-            n = sum(1 for s, _ in ubatch.out_slots if s == seq)
-            if n:
-                rows[seq].append(out[start : start + n])
-                start += n
-
-    def prompt(self, tokens: Sequence[int], *, seq: int = 0, logits: str = "last") -> np.ndarray:
-        """Bring `seq` to hold exactly `tokens`, evaluating only what it does not hold yet → logits of the new tokens.
-
-        The state is kept when `tokens` extends what the sequence holds, else the sequence starts over.
-        `last_evaluated` says how many tokens were run.
-        """
-        ids = check_tokens(tokens, self.hparams.n_vocab, seq)
-        held = self._tokens.get(seq, [])
-        keep = len(held) if len(held) < len(ids) and ids[: len(held)].tolist() == held else 0
-        if len(ids) > self.n_ctx:
-            self.memory.check({seq: len(ids)})
-        if not keep:
-            self.clear(seq)
-        self.last_evaluated = len(ids) - keep
-        return self.decode(ids[keep:], seq=seq, logits=logits)
-
-    # sequences
-
-    def n_past(self, seq: int = 0) -> int:
-        """Return how many tokens sequence `seq` holds."""
-        if not 0 <= seq < self.n_seq_max:
-            raise StateError(f"sequence {seq} does not exist; n_seq_max={self.n_seq_max}")
-        return self.memory.n_past[seq]
-
-    def clear(self, seq: int = 0) -> None:
-        """Forget sequence `seq`; it starts again from zeros."""
-        self.memory.clear(seq)
-        self._tokens.pop(seq, None)
-
-    def state(self, il: int, seq: int = 0) -> dict[str, np.ndarray]:
-        """Return layer `il`'s recurrent states of `seq`: "r" [channels, d_conv − 1], "s" [H_v, S_v, S_k]; empty for attention."""
-        return {name: self.memory.recurrent.read(i, name, seq) for i, name in self.memory.recurrent.states if i == il}
-
-    # graphs
-
-    def _graph_for(self, key: GraphKey) -> Built:
-        built = self._graphs.get(key)
-        if built is not None:
-            self._graphs.move_to_end(key)
-            return built
-        built = self._build(key)
-        self.n_builds += 1
-        if self._executor.place(built):
-            self._drop_graphs()
-        self._graphs[key] = built
-        if len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)[1].close()
-        return built
-
-    def _build(self, key: GraphKey) -> Built:
-        hp, arch, weights = self.hparams, self.model.arch, self.model.weights
-        budget = node_budget(key, hp.n_layer_all, hp.n_expert_used)
-        ctx = ggml.Context(budget, graph_size=budget)
-        graph = ggml.Graph(ctx, budget)
-        g = GraphBuilder(ctx, graph, key.options, scales=weights.scales)
-        logits = arch.build_arch_graph(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.memory.state)
-        device_of = g.node_layers() if len(self.model.devices) > 1 else {}
-        kept = {}
-        if key.captures:
-            graph, kept = capture(g, graph, lambda name: any(fnmatchcase(name, p) for p in key.captures))
-        if logits is not None:
-            g.set_output(logits)
-        return Built(ctx, graph, g.inputs, logits, kept, {x: self.model.device_index(il) for x, il in device_of.items()})
-
     def debug_capture(
         self, batch: Mapping[int, Sequence[int]], patterns: Sequence[str] = ("*",), *, logits: str = "last"
     ) -> tuple[dict[int, np.ndarray], list[dict[tuple[str, int], tuple[str, tuple[int, ...], np.ndarray]]]]:
         """Like decode_batch, and per ubatch (name, occurrence) → (op, ne, value) of the nodes whose name matches."""
         return self._decode(batch, logits, tuple(patterns))
 
-    def _drop_graphs(self) -> None:
-        for built in self._graphs.values():
-            built.close()
-        self._graphs.clear()
+    def _decode(self, batch, logits: str, captures: tuple[str, ...]) -> tuple[dict[int, np.ndarray], list[dict]]:
+        tokens = {seq: check_tokens(ids, self.hparams.n_vocab, seq) for seq, ids in batch.items()}
+        if not tokens:
+            raise OptionError("nothing to decode: the batch is empty")
+        self.memory.check({seq: len(ids) for seq, ids in tokens.items()})
+        past = dict(enumerate(self.memory.n_past))
+        rows: dict[int, list[np.ndarray]] = {seq: [] for seq in tokens}
+        captured = []
+        # several sequences reach their checkpoints at different tokens, so they are cut there instead of marked
+        cut_every = self.checkpoint_every if len(tokens) > 1 else 0
+        for ubatch in split_equal(
+            tokens, past, want=logits, n_ubatch=self.n_ubatch, max_seq_tokens=1 if self._one_by_one else None, cut_every=cut_every
+        ):
+            out, kept = self._run(ubatch, captures)
+            captured += [kept] if captures else []
+            for seq, i, n in ubatch.outputs():
+                rows[seq].append(out[i : i + n])
+        empty = np.empty((0, self.hparams.n_vocab), np.float32)
+        return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}, captured
+
+    def _run(self, ubatch: UBatch, captures: tuple[str, ...]) -> tuple[np.ndarray | None, dict]:
+        marks = self._marks(ubatch)
+        plan = self.memory.plan(ubatch, marks)
+        sizes = Sizes(ubatch.n_seq_tokens, ubatch.n_seqs, len(ubatch.out_rows), plan.n_kv, plan.rs_head, plan.keep)
+        built = self.graphs.get(GraphKey(sizes, self.options, captures))
+        values = {"inp_tokens": ubatch.tokens, "inp_pos": ubatch.pos, "out_ids": ubatch.out_rows, **plan.inputs}
+        out = None if built.logits is None else np.empty((len(ubatch.out_rows), self.hparams.n_vocab), np.float32)
+        try:
+            self.graphs.executor.run(built, values, out)
+        except BaseException:
+            self.memory.apply(ubatch, plan, failed=ubatch.seqs)
+            raise
+        self._finish(ubatch, plan, marks, out)
+        return out, {at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()}
+
+    def _finish(self, ubatch: UBatch, plan: Plan, marks: Sequence[int], out: np.ndarray | None) -> None:
+        """Move the cursors, note tokens and logits, take the checkpoints that are due; refuse what is not finite."""
+        failed = {}
+        for seq, i, n in ubatch.outputs():
+            if not np.isfinite(np.add.reduce(out[i : i + n], axis=None)):
+                failed[seq] = self.memory.recurrent.non_finite(seq, self.memory.n_past[seq] + ubatch.n_seq_tokens)
+        self.memory.apply(ubatch, plan, failed)
+        last = {seq: out[i + n - 1] for seq, i, n in ubatch.outputs()}
+        n_tokens = ubatch.n_seq_tokens
+        for seq, ids in zip(ubatch.seqs, ubatch.tokens.reshape(ubatch.n_seqs, -1).tolist()):
+            if seq in failed:
+                continue
+            self.history.extend(seq, ids, last.get(seq))
+            n_past = self.memory.n_past[seq]
+            for mark in marks:
+                slot = self.memory.recurrent.slot_after(seq, n_past - n_tokens, mark, n_tokens, marks)
+                self.checkpoints.add(seq, n_past - n_tokens + mark, self.memory.recurrent.snapshot(slot))
+            if self.checkpoint_every and n_past % self.checkpoint_every == 0:
+                self.checkpoint(seq)
+        for seq, layers in failed.items():
+            where = f"the state of layer {layers[0]}" if layers else "attention or the head"
+            raise NonFinite(f"sequence {seq}: the logits are not finite; first seen in {where}")
+
+    def _marks(self, ubatch: UBatch) -> tuple[int, ...]:
+        """Return the token counts inside this ubatch at which a checkpoint is due; its end needs no mark."""
+        if not self.checkpoint_every or ubatch.n_seqs > 1:
+            return ()
+        first = self.checkpoint_every - self.memory.n_past[ubatch.seqs[0]] % self.checkpoint_every
+        return tuple(range(first, ubatch.n_seq_tokens, self.checkpoint_every))
+
+    def _all_marks(self, n_tokens: int) -> tuple[int, ...]:
+        return tuple(range(self.checkpoint_every, n_tokens, self.checkpoint_every)) if self.checkpoint_every else ()
+
+    # moving about
+
+    def prompt(self, tokens: Sequence[int], *, seq: int = 0) -> np.ndarray:
+        """Bring `seq` to hold exactly `tokens`, evaluating as few as possible → logits of the last one [1, n_vocab].
+
+        Reuses the longest usable prefix: what `tokens` extends, else a state from before the point where they part,
+        out of the ring or a checkpoint, else nothing. `last_evaluated` says how many tokens were run, `last_reuse` why.
+        """
+        ids = check_tokens(tokens, self.hparams.n_vocab, seq)
+        self.memory.check_seq(seq)
+        if len(ids) > self.n_ctx:
+            raise OptionError(f"the prompt has {len(ids)} tokens; n_ctx is {self.n_ctx}")
+        held = self.history[seq]
+        wanted = ids.tolist()
+        shared = common_prefix(held.tokens, wanted)
+        if shared == len(held.tokens) == len(wanted) and held.logits is not None:
+            self.last_evaluated, self.last_reuse = 0, "nothing new: the last logits are still here"
+            return held.logits[None].copy()
+        start, self.last_reuse = self._go_back(seq, min(shared, len(wanted) - 1))
+        self.last_evaluated = len(wanted) - start
+        return self.decode(ids[start:], seq=seq)
+
+    def _go_back(self, seq: int, n_past: int) -> tuple[int, str]:
+        """Bring `seq` to the largest token count up to `n_past` that a state exists for; say which and why."""
+        held = len(self.history[seq].tokens)
+        if n_past == held and self.memory.can_rewind(seq, n_past):
+            return n_past, f"extends the {held} tokens held" if held else "nothing was held"
+        if self.memory.can_rewind(seq, n_past):
+            self._rewound(seq, n_past)
+            return n_past, f"rolled back from {held} to {n_past}"
+        checkpoint = self.checkpoints.best(seq, n_past)
+        if checkpoint:
+            self._restore(seq, checkpoint)
+            return checkpoint, f"parts from the {held} tokens held after {n_past}; went back to the checkpoint at {checkpoint}"
+        self.clear(seq)
+        return 0, f"parts from the {held} tokens held after {n_past}; no state from before that is kept, so it starts over"
+
+    def rewind(self, seq: int = 0, *, n: int) -> None:
+        """Take back the last `n` tokens of `seq`.
+
+        Up to `n_rollback` tokens, or all of them, an index moves; further back the nearest checkpoint is restored and
+        the tokens after it are run again. Raises StateError, with nothing changed, where neither reaches.
+        """
+        self.memory.check_seq(seq)
+        target = self.memory.n_past[seq] - n
+        if n < 0 or target < 0:
+            raise StateError(f"sequence {seq} holds {self.memory.n_past[seq]} tokens; {n} cannot be taken back")
+        checkpoint = self.checkpoints.best(seq, target)
+        if target == 0 or self.memory.can_rewind(seq, target) or not checkpoint:
+            self._rewound(seq, target)
+            return
+        again = self.history[seq].tokens[checkpoint:target]
+        self._restore(seq, checkpoint)
+        if again:
+            self.decode(again, seq=seq)
+
+    def _rewound(self, seq: int, n_past: int) -> None:
+        if n_past != self.memory.n_past[seq] or not self.memory.can_rewind(seq, n_past):
+            self.memory.rewind(seq, n_past)
+            self.history.truncate(seq, n_past)
+            self.checkpoints.forget(seq, n_past)
+
+    def _restore(self, seq: int, n_past: int) -> None:
+        self.memory.restore(seq, n_past, self.checkpoints.get(seq, n_past))
+        self.history.truncate(seq, n_past)
+        self.checkpoints.forget(seq, n_past)
+
+    def fork(self, seq: int, *, dst: int) -> None:
+        """Make sequence `dst` a copy of `seq`; the KV cells are shared until the two part."""
+        self.memory.fork(seq, dst)
+        self.history.fork(seq, dst)
+        self.checkpoints.fork(seq, dst)
+
+    def checkpoint(self, seq: int = 0) -> bool:
+        """Copy the recurrent states of `seq` to the host, to go back to; False when the budget has no room for one."""
+        self.memory.check({seq: 0})
+        return self.checkpoints.add(seq, self.memory.n_past[seq], self.memory.snapshot(seq))
+
+    def clear(self, seq: int = 0) -> None:
+        """Forget sequence `seq`; it starts again from zeros."""
+        self.memory.clear(seq)
+        self.history.truncate(seq, 0)
+        self.checkpoints.forget(seq)
+
+    # looking
+
+    def n_past(self, seq: int = 0) -> int:
+        """Return how many tokens sequence `seq` holds."""
+        self.memory.check_seq(seq)
+        return self.memory.n_past[seq]
+
+    @property
+    def n_builds(self) -> int:
+        return self.graphs.n_builds
+
+    def state(self, il: int, seq: int = 0) -> dict[str, np.ndarray]:
+        """Return layer `il`'s recurrent states of `seq`: "r" [channels, d_conv − 1], "s" [H_v, S_v, S_k]; empty for attention."""
+        return self.memory.recurrent_state(il, seq)
 
     # life
 
     def close(self) -> None:
         """Free everything the session owns; a second call does nothing."""
-        self._drop_graphs()
-        self._executor.close()
+        self.graphs.close()
         self.memory.close()
 
     def __enter__(self) -> "Session":
@@ -226,3 +259,22 @@ class Session:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _check_sizes(**sizes: tuple[int, int]) -> None:
+    for name, (value, low) in sizes.items():
+        if value < low:
+            raise OptionError(f"{name} must be at least {low}, got {value}")
+
+
+def _resolve_options(model, graph: str | GraphOptions, delta_net: str, flash_attn: bool | str) -> GraphOptions:
+    if isinstance(graph, GraphOptions):
+        return graph
+    # GPUs fuse the node order of llama.cpp's own graph
+    named = {"plain": PLAIN, "lean": LEAN, "auto": LEAN if all(d.kind == "cpu" for d in model.devices) else PLAIN}
+    if graph not in named:
+        raise OptionError(f"graph must be one of {', '.join(named)}, got {graph!r}")
+    return named[graph].but(
+        delta_net=resolve_delta_net(delta_net, model.hparams, model.devices),
+        flash_attn=resolve_flash_attn(flash_attn, model.hparams, model.devices),
+    )

@@ -9,7 +9,7 @@ from .state import RecurrentState
 def conv_input(
     g: GraphBuilder, inp: Inputs, window: RecurrentState, x: ggml.Tensor, d_conv: int, il: int
 ) -> ggml.Tensor:
-    """Put the last d_conv − 1 columns before x and keep the new last ones → [d_conv − 1 + T, channels, n_seqs].
+    """Put the last d_conv − 1 columns before x and keep the windows wanted → [d_conv − 1 + T, channels, n_seqs].
 
     x [channels, T, n_seqs]. Mirrors llama.cpp's `build_conv_state`.
     """
@@ -21,12 +21,14 @@ def conv_input(
     columns = g.name(g.concat(old, x, 0), "conv_input", il)
 
     nb0, nb1, nb2, _ = columns.nb
-    last = g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, T * nb0)
-    last = g.name(last, "conv_state_last", il)
     target = window.target(g, inp)
-    if target is not None:
-        target = g.name(target, "conv_state_update", il)
-    window.write(g, inp, last, target)
+    for i, t in enumerate(inp.sizes.kept):
+        last = g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, t * nb0)
+        last = g.name(last, "conv_state_last", il)
+        if target is None:
+            window.scatter(g, inp, last, i * n_seqs)
+        else:
+            g.expand(g.cpy(last, g.name(target, "conv_state_update", il)))
     return columns
 
 

@@ -15,12 +15,13 @@ CHUNK_PER_CHANNEL = 16  # the per-channel form holds a [S_k, chunk, chunk] decay
 
 def delta_net(
     g: GraphBuilder, q: ggml.Tensor, k: ggml.Tensor, v: ggml.Tensor, gate: ggml.Tensor, beta: ggml.Tensor,
-    state: ggml.Tensor, il: int,
-) -> tuple[ggml.Tensor, ggml.Tensor]:  # fmt: skip
-    """Run the delta rule → output [S_v, H_v, T, n_seqs] and new state [S_k, S_v, H_v, n_seqs].
+    state: ggml.Tensor, il: int, *, kept: tuple[int, ...] | None = None,
+) -> tuple[ggml.Tensor, list[ggml.Tensor]]:  # fmt: skip
+    """Run the delta rule → output [S_v, H_v, T, n_seqs] and the states after `kept` token counts (newest first).
 
     q, k [S_k, H_k, T, n_seqs], v [S_v, H_v, T, n_seqs], beta [1, H_v, T, n_seqs]; for H_k < H_v only the fused form
-    takes unrepeated heads, and pairs value head h with h mod H_k. Mirrors the choice of llama.cpp's `build_delta_net`.
+    takes unrepeated heads, and pairs value head h with h mod H_k. Each returned tensor [S_k, S_v, H_v, n_seqs·m] holds
+    m states, all of one before the next. Mirrors the choice of llama.cpp's `build_delta_net`.
     """
     S_k, H_k, T, n_seqs = q.ne
     S_v, H_v, _, _ = v.ne
@@ -30,12 +31,59 @@ def delta_net(
     expect_shape(gate, where, 0, H_v, T, n_seqs)
     expect_shape(beta, where, 1, H_v, T, n_seqs)
     expect_shape(state, where, S_k, S_v, H_v, n_seqs)
+    if g.options.delta_net != "fused":
+        expect_shape(q, where, S_k, H_v, T, n_seqs)
+    segments = _segments(kept or (T,), fused=g.options.delta_net == "fused")
+    if len(segments) == 1:
+        out, new = _one_segment(g, q, k, v, gate, beta, state, il, segments[0][1])
+        return out, [new]
+
+    outs, states, start = [], [], 0
+    for end, n_keep in segments:
+        part = (_tokens(g, x, start, end) for x in (q, k, v, gate, beta))
+        out, new = _one_segment(g, *part, state, il, n_keep)
+        outs.append(out)
+        states.append(new)
+        state = g.view_4d(new, S_k, S_v, H_v, n_seqs, *new.nb[1:], 0)
+        start = end
+    out = outs[0]
+    for part in outs[1:]:
+        out = g.concat(out, part, 2)
+    return out, states[::-1]
+
+
+def _segments(kept: tuple[int, ...], *, fused: bool) -> list[tuple[int, int]]:
+    """Return (end, states wanted up to there) of each piece the tokens are run in.
+
+    The fused op returns the states after its last tokens, so consecutive counts are one piece; other forms return the
+    last state only.
+    """
+    segments: list[tuple[int, int]] = []
+    for t in sorted(kept):
+        if fused and segments and segments[-1][0] == t - 1:
+            segments[-1] = (t, segments[-1][1] + 1)
+        else:
+            segments.append((t, 1))
+    return segments
+
+
+def _one_segment(g, q, k, v, gate, beta, state, il, n_keep):
     if g.options.delta_net == "fused":
-        return fused(g, q, k, v, gate, beta, state)
-    expect_shape(q, where, S_k, H_v, T, n_seqs)
-    if T == 1:
-        return autoregressive(g, q, k, v, gate, beta, state, il)
-    return chunked(g, q, k, v, gate, beta, state, il)
+        return fused(g, q, k, v, gate, beta, state, n_keep)
+    form = autoregressive if q.ne[2] == 1 else chunked
+    out, new = form(g, q, k, v, gate, beta, state, il)
+    # the caller may write the new state over the old one: whatever still reads the old one comes first
+    g.expand(out)
+    return out, new
+
+
+def _tokens(g, x, start, end):
+    n, H, _, n_seqs = x.ne
+    _, nb1, nb2, nb3 = x.nb
+    if n_seqs == 1:
+        # with the stride of the piece, not of the whole, it counts as contiguous
+        return g.view_4d(x, n, H, end - start, 1, nb1, nb2, nb2 * (end - start), start * nb2)
+    return g.cont(g.view_4d(x, n, H, end - start, n_seqs, nb1, nb2, nb3, start * nb2))
 
 
 def pair_heads(g: GraphBuilder, x: ggml.Tensor, H_v: int, pairing: str) -> ggml.Tensor:
@@ -56,14 +104,14 @@ def pair_heads(g: GraphBuilder, x: ggml.Tensor, H_v: int, pairing: str) -> ggml.
     return g.reshape_4d(x, S, H_v, T, n_seqs)
 
 
-def fused(g, q, k, v, gate, beta, state) -> tuple[ggml.Tensor, ggml.Tensor]:
-    """Run the delta rule as one op whose result holds the output and, behind it, the last state."""
+def fused(g, q, k, v, gate, beta, state, n_keep: int = 1) -> tuple[ggml.Tensor, ggml.Tensor]:
+    """Run the delta rule as one op whose result holds the output and, behind it, the last n_keep ≤ T states."""
     S_v, H_v, T, n_seqs = v.ne
-    both = g.gated_delta_net(q, k, v, gate, beta, state, 1)
+    both = g.gated_delta_net(q, k, v, gate, beta, state, n_keep)
     size = both.type.row_size
     out = g.view_4d(both, S_v, H_v, T, n_seqs, size(S_v), size(S_v * H_v), size(S_v * H_v * T), 0)
     new = g.view_4d(
-        both, S_v, S_v, H_v, n_seqs,
+        both, S_v, S_v, H_v, n_seqs * n_keep,
         size(S_v), size(S_v * S_v), size(S_v * S_v * H_v), size(S_v * H_v * T * n_seqs),
     )  # fmt: skip
     return out, new

@@ -15,7 +15,8 @@ class Sizes:
     """The sizes that fix a graph's shape.
 
     `n_kv` is the padded number of cells attention looks at; `rs_head` the first of adjacent recurrent slots, or None
-    when slots are reached by index.
+    when slots are reached by index. `keep` are the token counts after which recurrent states are kept, newest first;
+    empty means after the last token only.
     """
 
     n_seq_tokens: int
@@ -23,10 +24,15 @@ class Sizes:
     n_outputs: int
     n_kv: int
     rs_head: int | None
+    keep: tuple[int, ...] = ()
 
     @property
     def n_tokens(self) -> int:
         return self.n_seq_tokens * self.n_seqs
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return self.keep or (self.n_seq_tokens,)
 
 
 class Inputs:
@@ -63,10 +69,16 @@ class Inputs:
         per_token = 1 if self.g.options.flash_attn else n_embd_v_gqa
         return self.g.input("attn_inp_v_idxs", types.I64, per_token * self.sizes.n_tokens)
 
-    @property
-    def s_copy(self) -> ggml.Tensor:  # [n_seqs]
-        return self.g.input("rs_s_copy", types.I32, self.sizes.n_seqs)
+    def s_copy(self, n_rows: int) -> ggml.Tensor:
+        """Return the rows to read states from [n_rows · n_seqs]; a state is `n_rows` adjacent rows."""
+        return self.g.input(rows_input("rs_s_copy", n_rows), types.I32, n_rows * self.sizes.n_seqs)
 
-    @property
-    def s_dst(self) -> ggml.Tensor:  # [n_seqs]
-        return self.g.input("rs_s_dst", types.I64, self.sizes.n_seqs)
+    def s_dst(self, n_rows: int) -> ggml.Tensor:
+        """Return the rows to write states to [n_rows · n_seqs · n_kept], kept states newest first."""
+        n_states = self.sizes.n_seqs * len(self.sizes.kept)
+        return self.g.input(rows_input("rs_s_dst", n_rows), types.I64, n_rows * n_states)
+
+
+def rows_input(name: str, n_rows: int) -> str:
+    """Return the name of an index input for states of `n_rows` rows: llama.cpp's own name where that is one."""
+    return name if n_rows == 1 else f"{name}_{n_rows}"

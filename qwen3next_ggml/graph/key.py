@@ -18,7 +18,7 @@ class GraphKey:
 
 def node_budget(key: GraphKey, n_layer: int, n_expert_used: int) -> int:
     """Return an upper bound on the tensors of a graph; the tests count real graphs against it."""
-    per_layer = 128 + 3 * n_expert_used
-    if key.options.delta_net == "chunked":
-        per_layer += 64 + 20 * -(-key.sizes.n_seq_tokens // CHUNK_PER_CHANNEL)
-    return (64 + n_layer * per_layer) * (2 if key.captures else 1)
+    per_layer = 128 + 3 * n_expert_used + 32 * len(key.sizes.keep)
+    if key.options.delta_net != "fused":
+        per_layer += 64 * (1 + len(key.sizes.keep)) + 20 * -(-key.sizes.n_seq_tokens // CHUNK_PER_CHANNEL)
+    return (64 + n_layer * per_layer) * (4 if key.captures else 1)

@@ -17,7 +17,9 @@ class GraphOptions:
     `delta_net`: fused op, chunked form, or one token at a time. `flash_attn`: one fused attention op or its parts.
     `prune_last`: the last layer's projections and experts only for wanted rows. `top_k_first`: pick experts before
     the softmax, which then runs over the picked ones only. `expert_sum`: weigh and add experts in one op.
-    `kv_as_stored`: hand a float32 cache to flash attention as it is instead of through float16.
+    `kv_as_stored`: hand a float32 cache to flash attention as it is instead of through float16. `state_view`: read the
+    states of adjacent slots where they lie instead of gathering them. `state_rows`: gather and scatter a delta state
+    head by head, so that threads share the copy.
     """
 
     delta_net: str = "fused"
@@ -26,6 +28,8 @@ class GraphOptions:
     top_k_first: bool = False
     expert_sum: bool = False
     kv_as_stored: bool = False
+    state_view: bool = False
+    state_rows: bool = False
 
     def __post_init__(self):
         if self.delta_net not in DELTA_NETS:
@@ -37,5 +41,7 @@ class GraphOptions:
 
 
 PLAIN = GraphOptions()
-LEAN = GraphOptions(prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True)
+LEAN = GraphOptions(
+    prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True
+)
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

@@ -23,11 +23,15 @@ class KvSpec:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """Ask for one F32 state of `ne` elements per sequence in layer `il`; `name` is llama.cpp's ("r" conv, "s" delta)."""
+    """Ask for one F32 state of `ne` elements per sequence in layer `il`; `name` is llama.cpp's ("r" conv, "s" delta).
+
+    `n_rows` is how many adjacent rows it may be moved in: rows are what threads share.
+    """
 
     il: int
     name: str
     ne: tuple[int, ...]
+    n_rows: int = 1
 
     @property
     def n_embd(self) -> int:
@@ -87,16 +91,21 @@ class KvLayer:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """One recurrent state of one layer: `all` [n_embd, n_slots], one slot per sequence."""
+    """One recurrent state of one layer: `all` [n_embd, n_slots]; which slots a sequence has is memory's business."""
 
     spec: RecurrentSpec
     all: ggml.Tensor
 
     def read(self, g: GraphBuilder, inp: Inputs) -> ggml.Tensor:
-        """Return the states of this ubatch's sequences [n_embd, n_seqs], gathered before anything overwrites them."""
-        rows = g.get_rows(self.all, inp.s_copy)
+        """Return the states of this ubatch's sequences [n_embd, n_seqs], read before anything overwrites them."""
+        n_seqs, head, row = inp.sizes.n_seqs, inp.sizes.rs_head, self.all.nb[1]
+        if g.options.state_view and head is not None:
+            # safe because every reader of this view is emitted before the write that replaces it
+            return g.view_2d(self.all, self.spec.n_embd, n_seqs, row, head * row)
+        n_rows = self._n_rows(g)
+        rows = g.get_rows(self._as_rows(g, n_rows), inp.s_copy(n_rows))
         g.expand(rows)
-        return rows
+        return rows if n_rows == 1 else g.reshape_2d(rows, self.spec.n_embd, n_seqs)
 
     def target(self, g: GraphBuilder, inp: Inputs) -> ggml.Tensor | None:
         """Return the view [n_embd, n_seqs] that adjacent slots can be copied into, or None when slots are scattered."""
@@ -105,13 +114,23 @@ class RecurrentState:
             return None
         return g.view_2d(self.all, self.spec.n_embd, inp.sizes.n_seqs, row, head * row)
 
-    def write(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, target: ggml.Tensor | None) -> None:
-        """Store `new` (n_embd × n_seqs elements in order) into `target`, or by slot index where that is None."""
-        if target is not None:
-            g.expand(g.cpy(new, target))
-            return
-        rows = g.reshape_2d(g.cont(new), self.spec.n_embd, inp.sizes.n_seqs)
-        g.expand(g.set_rows(self.all, rows, inp.s_dst))
+    def scatter(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, first: int) -> None:
+        """Write `new`, any number of states in order, to the slots that `s_dst` names from its state `first` on."""
+        n_rows = self._n_rows(g)
+        n_states = new.nelements // self.spec.n_embd
+        new = g.reshape_2d(new if new.is_contiguous else g.cont(new), self.spec.n_embd // n_rows, n_rows * n_states)
+        dst = inp.s_dst(n_rows)
+        if n_rows * n_states != dst.ne[0]:
+            dst = g.view_1d(dst, n_rows * n_states, first * n_rows * dst.nb[0])
+        g.expand(g.set_rows(self._as_rows(g, n_rows), new, dst))
+
+    def _n_rows(self, g: GraphBuilder) -> int:
+        return self.spec.n_rows if g.options.state_rows else 1
+
+    def _as_rows(self, g: GraphBuilder, n_rows: int) -> ggml.Tensor:
+        if n_rows == 1:
+            return self.all
+        return g.reshape_2d(self.all, self.spec.n_embd // n_rows, n_rows * self.all.ne[1])
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """What lives between two graph runs (level 6)."""
 
-from .hybrid import HybridMemory, Plan, available_memory
+from .hybrid import MIB, HybridMemory, Plan, available_memory
 
-__all__ = ["HybridMemory", "Plan", "available_memory"]
+__all__ = ["MIB", "HybridMemory", "Plan", "available_memory"]

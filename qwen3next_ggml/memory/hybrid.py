@@ -1,6 +1,10 @@
-"""All that lives between two graph runs: KV cells and recurrent slots under one cursor per sequence (level 6)."""
+"""All that lives between two graph runs: KV cells and recurrent slots under one cursor per sequence (level 6).
 
-from collections.abc import Sequence
+The rule of divergence: state is reused only when new tokens extend the old ones, or from a snapshot at or before the
+point where they part. What cannot be honoured is refused, and both halves stay as they were.
+"""
+
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -23,30 +27,30 @@ class Plan:
     cells: np.ndarray
     n_kv: int
     rs_head: int | None
+    keep: tuple[int, ...]
     inputs: dict[str, np.ndarray]
 
 
 class HybridMemory:
     """Own every state tensor of a session, on the device of its layer.
 
-    Only `apply` and `clear` move a cursor. A new sequence starts from zeros. `devices[il]` is the layer's device.
+    Only `apply`, `rewind`, `fork`, `restore` and `clear` move a cursor. A new sequence starts from zeros. `devices[il]`
+    is the layer's device; `n_rollback` older recurrent states are kept per sequence.
     """
 
     def __init__(
         self, specs: Sequence[KvSpec | RecurrentSpec], devices: Sequence[ggml.Device], *, n_ctx: int, n_seq_max: int,
-        type_k: str, type_v: str, flash_attn: bool,
+        type_k: str, type_v: str, flash_attn: bool, n_rollback: int = 0, n_staging: int = 0,
     ):  # fmt: skip
         kv = [s for s in specs if isinstance(s, KvSpec)]
         recurrent = [s for s in specs if isinstance(s, RecurrentSpec)]
         self.kv = KvCache(kv, n_ctx, n_seq_max, type_k=type_k, type_v=type_v, flash_attn=flash_attn)
-        self.recurrent = RecurrentMemory(recurrent, n_seq_max)
+        self.recurrent = RecurrentMemory(recurrent, n_seq_max, n_rollback=n_rollback, n_staging=n_staging)
         self.n_ctx = n_ctx
         self.n_past = [0] * n_seq_max
         self._interrupted: set[int] = set()
         self._owned = ExitStack()
         self.nbytes = self._allocate(specs, devices)
-        for seq in range(n_seq_max):
-            self.recurrent.clear(seq)
         self.state = GraphState(self.kv.layers, self.recurrent.states)
 
     def _allocate(self, specs, devices) -> int:
@@ -63,20 +67,20 @@ class HybridMemory:
                     f"n_ctx={self.n_ctx} needs {wanted / MIB:,.0f} MiB of state on {device.name}, "
                     f"{free / MIB:,.0f} MiB are available"
                 )
-            ctx = self._owned.enter_context(ggml.Context(2 * len(mine)))
+            ctx = self._owned.enter_context(ggml.Context(sum(owner[type(s)].n_tensors_of(s) for s in mine)))
             for spec in mine:
                 owner[type(spec)].declare(ctx, spec)
             buffer = self._owned.enter_context(ggml.alloc_tensors(ctx, device.buffer_type()))
-            # masked cells still take part in sums as 0·v, so they must never hold NaN
+            # a masked cell still takes part in sums as 0·v, so it must never hold NaN; new sequences start from zeros
             buffer.clear(0)
+            self.recurrent.bind(ctx)
             total += wanted
         return total
 
     def check(self, wanted: dict[int, int]) -> None:
         """Raise, with nothing moved, unless `wanted` more tokens per sequence fit."""
         for seq, n in wanted.items():
-            if not 0 <= seq < len(self.n_past):
-                raise StateError(f"sequence {seq} does not exist; n_seq_max={len(self.n_past)}")
+            self.check_seq(seq)
             if seq in self._interrupted:
                 raise StateError(f"sequence {seq} was interrupted in the middle of a step; clear it first")
             if self.n_past[seq] + n > self.n_ctx:
@@ -87,9 +91,15 @@ class HybridMemory:
         if self.kv.specs and total > self.kv.n_free:
             raise ContextFull(f"{total} tokens were handed in; {self.kv.n_free} of {self.n_ctx} cells are free")
 
-    def plan(self, ubatch: UBatch) -> Plan:
-        """Say where `ubatch` goes, without moving anything."""
-        inputs = self.recurrent.inputs(ubatch)
+    def check_seq(self, seq: int) -> None:
+        """Raise StateError unless sequence `seq` exists."""
+        if not 0 <= seq < len(self.n_past):
+            raise StateError(f"sequence {seq} does not exist; n_seq_max={len(self.n_past)}")
+
+    def plan(self, ubatch: UBatch, marks: Sequence[int] = ()) -> Plan:
+        """Say where `ubatch` goes, without moving anything; states after `marks` token counts go to staging slots."""
+        keep = self.recurrent.keep(ubatch.n_seq_tokens, marks)
+        inputs = self.recurrent.inputs(ubatch, self.n_past, keep or (ubatch.n_seq_tokens,), marks)
         cells, n_kv = np.empty(0, np.int64), 0
         if self.kv.specs:
             cells = self.kv.find_cells(ubatch.n_tokens)
@@ -97,28 +107,84 @@ class HybridMemory:
             inputs["attn_inp_kq_mask"] = self.kv.mask(ubatch, cells, n_kv)
             inputs["attn_inp_k_idxs"] = cells
             inputs["attn_inp_v_idxs"] = cells if self.kv.flash_attn else self.kv.v_elements(cells)
-        return Plan(cells, n_kv, self.recurrent.head(ubatch.seqs), inputs)
+        head = None if keep else self.recurrent.head(ubatch.seqs)
+        return Plan(cells, n_kv, head, keep, inputs)
 
-    def apply(self, ubatch: UBatch, plan: Plan) -> None:
-        """Move the cursors past a ubatch that has been computed."""
-        if self.kv.specs:
-            self.kv.apply(ubatch, plan.cells)
-        for seq in ubatch.seqs:
-            self.n_past[seq] += ubatch.n_seq_tokens
+    def apply(self, ubatch: UBatch, plan: Plan, failed: Collection[int] = ()) -> None:
+        """Move the cursors past a ubatch that has been computed.
 
-    def interrupt(self, ubatch: UBatch) -> None:
-        """Note that a ubatch failed half-way: its recurrent states are neither old nor new."""
-        if self.recurrent.specs:
-            self._interrupted.update(ubatch.seqs)
+        Sequences that `failed` stay where they were, with their new cells erased; one whose only state may have been
+        touched must be cleared before it goes on.
+        """
+        n = ubatch.n_seq_tokens
+        for i, seq in enumerate(ubatch.seqs):
+            cells = plan.cells[i * n : (i + 1) * n]
+            if seq not in failed:
+                self.kv.apply(seq, ubatch.pos[i * n : (i + 1) * n], cells)
+                self.n_past[seq] += n
+                self.recurrent.applied(seq, self.n_past[seq])
+                continue
+            self.kv.erase(cells)
+            if not self.recurrent.survives(seq, self.n_past[seq], n):
+                self._interrupted.add(seq)
+
+    def rewind(self, seq: int, n_past: int) -> None:
+        """Go back to the state after `n_past` tokens: an index moves, nothing is computed or copied."""
+        self.check_seq(seq)
+        if n_past == 0:
+            self.clear(seq)
+            return
+        if not self.can_rewind(seq, n_past):
+            raise StateError(
+                f"sequence {seq} holds {self.n_past[seq]} tokens and cannot go back to {n_past}: "
+                f"the oldest state kept is that after {self.recurrent.oldest[seq]}"
+            )
+        self.kv.truncate(seq, n_past)
+        self.n_past[seq] = n_past
+
+    def can_rewind(self, seq: int, n_past: int) -> bool:
+        """Say whether the state after `n_past` tokens is still in the ring."""
+        oldest = self.recurrent.oldest[seq] if self.recurrent.specs else 0
+        return oldest <= n_past <= self.n_past[seq] and seq not in self._interrupted
+
+    def restore(self, seq: int, n_past: int, values: dict[tuple[int, str], np.ndarray]) -> None:
+        """Go back to `n_past` tokens with recurrent states taken then; the KV cells up to there are still in place."""
+        self.kv.truncate(seq, n_past)
+        self.recurrent.restore(seq, n_past, values)
+        self.n_past[seq] = n_past
+        self._interrupted.discard(seq)
+
+    def fork(self, src: int, dst: int) -> None:
+        """Make `dst` a copy of `src`: recurrent states are copied, KV cells shared until they part."""
+        self.check_seq(src)
+        self.check_seq(dst)
+        if src in self._interrupted:
+            raise StateError(f"sequence {src} was interrupted in the middle of a step; clear it first")
+        if src == dst:
+            raise StateError(f"sequence {src} cannot be forked onto itself")
+        self.kv.truncate(dst, 0)
+        self.kv.fork(src, dst)
+        self.recurrent.fork(src, dst)
+        self.n_past[dst] = self.n_past[src]
+        self._interrupted.discard(dst)
 
     def clear(self, seq: int) -> None:
         """Forget `seq`: its cells become free, its states zero."""
-        if not 0 <= seq < len(self.n_past):
-            raise StateError(f"sequence {seq} does not exist; n_seq_max={len(self.n_past)}")
-        self.kv.clear(seq)
+        self.check_seq(seq)
+        self.kv.truncate(seq, 0)
         self.recurrent.clear(seq)
         self.n_past[seq] = 0
         self._interrupted.discard(seq)
+
+    def snapshot(self, seq: int) -> dict[tuple[int, str], np.ndarray]:
+        """Copy the current recurrent states of `seq` to the host."""
+        return self.recurrent.snapshot(self.recurrent.slot(seq, self.n_past[seq]))
+
+    def recurrent_state(self, il: int, seq: int) -> dict[str, np.ndarray]:
+        """Return layer `il`'s current recurrent states of `seq` by name, in numpy order of their specs."""
+        self.check_seq(seq)
+        slot = self.recurrent.slot(seq, self.n_past[seq])
+        return {name: self.recurrent.read(i, name, slot) for i, name in self.recurrent.states if i == il}
 
     def close(self) -> None:
         """Free every state tensor."""

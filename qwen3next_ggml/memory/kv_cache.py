@@ -49,6 +49,10 @@ class KvCache:
         per_cell = self.type_k.row_size(spec.n_embd_head_k * spec.n_head_kv)
         return self.n_cells * (per_cell + self.type_v.row_size(spec.n_embd_head_v * spec.n_head_kv))
 
+    def n_tensors_of(self, spec: KvSpec) -> int:
+        """Return how many tensor structs one layer needs."""
+        return 2
+
     def declare(self, ctx: ggml.Context, spec: KvSpec) -> None:
         """Create one layer's tensors in `ctx`; whoever owns `ctx` allocates them."""
         k = ctx.new_tensor(self.type_k, spec.n_embd_head_k * spec.n_head_kv, self.n_cells, name=f"cache_k_l{spec.il}")
@@ -88,23 +92,42 @@ class KvCache:
         n_embd_v = max(s.n_embd_head_v * s.n_head_kv for s in self.specs)
         return (np.arange(n_embd_v) * self.n_cells + cells[:, None]).reshape(-1).astype(np.int64)
 
-    def apply(self, ubatch: UBatch, cells: np.ndarray) -> None:
-        """Mark `cells` as holding this ubatch's tokens."""
-        self.pos[cells] = ubatch.pos
-        self.member[ubatch.seq_of_row, cells] = True
+    def apply(self, seq: int, pos: np.ndarray, cells: np.ndarray) -> None:
+        """Mark `cells` as holding tokens of `seq` at positions `pos`."""
+        if not len(cells):
+            return
+        self.pos[cells] = pos
+        self.member[seq, cells] = True
         self.n_used += len(cells)
         self._top = max(self._top, int(cells[-1]) + 1)
         self._packed = self.n_used == self._top
 
-    def clear(self, seq: int) -> None:
-        """Take `seq` out of every cell; cells nobody is left in become free."""
-        mine = self.member[seq].copy()
-        self.member[seq] = False
-        self.pos[mine & ~self.member.any(axis=0)] = -1
+    def truncate(self, seq: int, n_past: int) -> None:
+        """Take `seq` out of every cell at position `n_past` and beyond; cells nobody is left in become free."""
+        gone = self.member[seq] & (self.pos >= n_past)
+        self.member[seq, gone] = False
+        self.pos[gone & ~self.member.any(axis=0)] = -1
         used = np.flatnonzero(self.pos >= 0)
         self.n_used = len(used)
         self._top = int(used[-1]) + 1 if used.size else 0
         self._packed = self.n_used == self._top
+
+    def fork(self, src: int, dst: int) -> None:
+        """Let `dst` share every cell of `src`; they part as each writes cells of its own."""
+        self.member[dst] = self.member[src]
+
+    def erase(self, cells: np.ndarray) -> None:
+        """Write zeros over `cells`: a masked cell still takes part in sums as 0·v, and must not hold NaN."""
+        for layer in self.layers.values():
+            for x, transposed in ((layer.k, False), (layer.v, not self.flash_attn)):
+                if transposed:
+                    values = x.get().reshape(-1, self.n_cells)
+                    values[:, cells] = 0
+                    x.set(values.astype(np.float16) if x.type == types.F16 else values)
+                else:
+                    row = x.nb[1]
+                    for cell in cells.tolist():
+                        x.memset(0, cell * row, row)
 
 
 def _cache_type(what: str, name: str) -> ggml.GgmlType:

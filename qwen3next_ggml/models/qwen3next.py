@@ -210,7 +210,7 @@ def state_specs(hp: HParams) -> list[KvSpec | RecurrentSpec]:
     for il in range(hp.n_layer):
         if hp.is_recr(il):
             specs.append(RecurrentSpec(il, "r", (hp.ssm_d_conv - 1, S * (2 * H_k + H_v))))
-            specs.append(RecurrentSpec(il, "s", (S, S, H_v)))
+            specs.append(RecurrentSpec(il, "s", (S, S, H_v), n_rows=H_v))
         else:
             specs.append(KvSpec(il, hp.n_head_kv, hp.n_embd_head_k, hp.n_embd_head_v))
     return specs
@@ -290,9 +290,16 @@ def build_layer_attn_linear(
     k = g.name(pair_heads(g, k, H_v, "interleaved"), "k_conv_predelta", il)
     v = g.name(v, "v_conv_predelta", il)
 
-    out, new = delta_net(g, q, k, v, gate, beta, past, il)
-    out, new = g.name(out, "attn_output", il), g.name(new, "new_state", il)
-    delta.write(g, inp, new, delta.target(g, inp))
+    out, states = delta_net(g, q, k, v, gate, beta, past, il, kept=inp.sizes.kept)
+    out = g.name(out, "attn_output", il)
+    target, first = delta.target(g, inp), 0
+    for new in states:
+        new = g.name(new, "new_state", il)
+        if target is None:
+            delta.scatter(g, inp, new, first)
+        else:
+            g.expand(g.cpy(new, target))
+        first += new.ne[3]
 
     z = g.reshape_4d(z, S, H_v, T, n_seqs)
     out = gated_rms_norm(g, out, wb.ssm_norm, z, eps, il)

@@ -1,0 +1,80 @@
+"""Build graphs by key and keep the recent ones (level 7)."""
+
+from collections import OrderedDict
+from fnmatch import fnmatchcase
+
+from . import ggml
+from .executor import Built, ManyDevices, OneDevice
+from .graph.builder import GraphBuilder, capture
+from .graph.inputs import Inputs, Sizes
+from .graph.key import GraphKey, node_budget
+from .graph.options import GraphOptions
+from .graph.state import GraphState
+
+MAX_GRAPHS = 16
+
+
+class GraphCache:
+    """Own the compute buffer and the built graphs of one session.
+
+    `n_builds` counts the graphs built for decoding. The buffer is sized at the start for `worst`; should it still
+    have to grow, every graph placed in it is built again.
+    """
+
+    def __init__(self, model, state: GraphState, options: GraphOptions, worst: Sizes, *, n_threads: int):
+        self.model = model
+        self.state = state
+        self.n_builds = 0
+        self._graphs: OrderedDict[GraphKey, Built] = OrderedDict()
+        backends = [device.init() for device in model.devices]
+        for backend in backends:
+            backend.set_n_threads(n_threads)
+        key = GraphKey(worst, options)
+        self.executor = OneDevice(backends[0]) if len(backends) == 1 else ManyDevices(backends, 2 * self._budget(key))
+        built = self.build(key)
+        self.executor.reserve(built)
+        built.close()
+
+    def get(self, key: GraphKey) -> Built:
+        """Return the graph of `key`, ready to run."""
+        built = self._graphs.get(key)
+        if built is not None:
+            self._graphs.move_to_end(key)
+            return built
+        built = self.build(key)
+        self.n_builds += 1
+        if self.executor.place(built):
+            self._drop_all()
+        self._graphs[key] = built
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)[1].close()
+        return built
+
+    def build(self, key: GraphKey) -> Built:
+        """Emit the graph of `key` without giving it memory."""
+        hp, arch, weights = self.model.hparams, self.model.arch, self.model.weights
+        budget = self._budget(key)
+        ctx = ggml.Context(budget, graph_size=budget)
+        graph = ggml.Graph(ctx, budget // 3 if key.captures else budget)
+        g = GraphBuilder(ctx, graph, key.options, scales=weights.scales)
+        logits = arch.build_arch_graph(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.state)
+        layer_of = g.node_layers() if len(self.model.devices) > 1 else {}
+        kept = {}
+        if key.captures:
+            graph, kept = capture(g, graph, lambda name: any(fnmatchcase(name, p) for p in key.captures))
+        if logits is not None:
+            g.set_output(logits)
+        return Built(ctx, graph, g.inputs, logits, kept, {x: self.model.device_index(il) for x, il in layer_of.items()})
+
+    def _budget(self, key: GraphKey) -> int:
+        return node_budget(key, self.model.hparams.n_layer_all, self.model.hparams.n_expert_used)
+
+    def _drop_all(self) -> None:
+        for built in self._graphs.values():
+            built.close()
+        self._graphs.clear()
+
+    def close(self) -> None:
+        """Free the graphs, the compute buffer and the backends."""
+        self._drop_all()
+        self.executor.close()
