@@ -1,4 +1,4 @@
-"""Run built graphs: on one device through an allocator, on several through a scheduler (level 7).
+"""Run built graphs: on one device through an allocator, on several through a scheduler (level 6).
 
 Knows tensors and devices; knows no model, memory or text.
 """

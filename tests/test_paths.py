@@ -159,7 +159,7 @@ def test_graph_reuse_changes_nothing(model, answers, graph):
         for token in TOKENS[:50]:
             rows.append(s.decode([token])[0])
             if forget:
-                s._drop_graphs()
+                s.graphs._drop_all()
         return np.stack(rows)
 
     how = options(graph=graph, flash_attn=False)
