@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import qwen3next_ggml
-from tests.kit import assert_same_greedy, nmse, top2_gap
+from tests.kit import assert_same_greedy, nmse, read_arrays, read_metadata, top2_gap, write_gguf
 from tests.kit.llama_api import LlamaOptions, Node
 from tests.kit.llama_child import LlamaJob, run_llama
 
@@ -61,6 +61,9 @@ def is_named(name):
 
 def compare_values(name, ours, theirs, limit):
     """What is wrong with a value, or None. Top-k are sets; -inf masks must lie in the same places."""
+    # slots are addresses in memories laid out differently; what was gathered from them has names of its own
+    if name == "rs_s_copy":
+        return None
     if "topk" in name or "argsort" in name:
         return None if np.array_equal(np.sort(ours, -1), np.sort(theirs, -1)) else "another set of experts"
     finite = np.isfinite(theirs)
@@ -110,10 +113,17 @@ def ubatches_of(nodes):
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory, bard):
-    toy = tmp_path_factory.mktemp("toy") / "toy.gguf"
-    qwen3next_ggml.write_toy(toy)
-    return {"toy": str(toy), "bard": str(bard)}
+def paths(tmp_path_factory, bard, toys):
+    """toy and bard: the files whose nodes are compared; embedded: bard as it is shipped, in Q8_0.
+
+    Q8_0 products round activations to 8 bits, which turns a last-bit difference between two libggml into a visible step, so
+    there bard is compared as F32.
+    """
+    compared = bard
+    if not SAME_LIBGGML:
+        compared = tmp_path_factory.mktemp("bard") / "bard.gguf"
+        write_gguf(compared, read_metadata(bard), read_arrays(bard))
+    return {"toy": str(toys.t0), "bard": str(compared), "embedded": str(bard)}
 
 
 @pytest.fixture(scope="module")
@@ -124,27 +134,28 @@ def models(paths):
         model.close()
 
 
-# F32 and Q8_0 weights, F32 cache. Over ggml-python's older libggml sums are taken in another order; with Q8_0 weights that can
-# move a rounding of the activations to 8 bits, a relative step of 1/254 in one of them
-LIMITS = {"toy": 1e-6, "bard": 1e-6} if SAME_LIBGGML else {"toy": 1e-6, "bard": 1e-4}
+NODE_LIMIT = 1e-6
+# a 4-bit cache rounds to steps of 1/15 of a block's range: a last-bit difference between two libggml may fall on another step
+CACHE_LIMIT = 1e-6 if SAME_LIBGGML else 1e-4
 
 
 @pytest.mark.parametrize("flash_attn", [False, True], ids=["fa-off", "fa-on"])
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
 @pytest.mark.parametrize("name", ["toy", "bard"])
 def test_plain_graph_is_llamas_graph(paths, models, name, scenario, flash_attn):
-    model, limit = models[name], LIMITS[name]
+    model = models[name]
     batches = tokens_of(scenario, model.hparams.n_vocab)
-    options = LlamaOptions(n_ubatch=scenario.n_ubatch, n_seq_max=N_SEQ_MAX, flash_attn=flash_attn)
+    # one thread: node by node, two would mostly wait for each other
+    options = LlamaOptions(n_ubatch=scenario.n_ubatch, n_seq_max=N_SEQ_MAX, flash_attn=flash_attn, n_threads=1)
     theirs = run_llama(LlamaJob(model=paths[name], steps=llama_steps(batches), capture=("*",), options=options))
     with model.session(n_ctx=options.n_ctx, n_seq_max=N_SEQ_MAX, n_ubatch=scenario.n_ubatch, graph="plain", delta_net="fused",
-                       flash_attn=flash_attn, type_k="f32", type_v="f32") as session:
+                       flash_attn=flash_attn, type_k="f32", type_v="f32", n_threads=1) as session:
         logits, ubatches = record_ours(session, batches)
     for i, (rows, want) in enumerate(zip(logits, theirs.logits, strict=True)):
-        assert nmse(np.concatenate([rows[seq] for seq in batches[i]]), want) <= limit, f"logits of batch {i}"
+        assert nmse(np.concatenate([rows[seq] for seq in batches[i]]), want) <= NODE_LIMIT, f"logits of batch {i}"
     runs = ubatches_of(theirs.nodes)
     assert len(ubatches) == len(runs)
-    differences = [f"ubatch {i}: {line}" for i, (ours, run) in enumerate(zip(ubatches, runs)) for line in compare_nodes(ours, run, limit)]
+    differences = [f"ubatch {i}: {line}" for i, (ours, run) in enumerate(zip(ubatches, runs)) for line in compare_nodes(ours, run, NODE_LIMIT)]
     assert not differences, "\n".join(differences)
 
 
@@ -156,25 +167,35 @@ def test_cache_types_against_llama(paths, models, type_kv):
     theirs = run_llama(LlamaJob(model=paths["bard"], steps=llama_steps(batches), options=options))
     with models["bard"].session(n_ctx=options.n_ctx, graph="plain", flash_attn=True, type_k=type_kv, type_v=type_kv) as session:
         for batch, want in zip(batches, theirs.logits, strict=True):
-            assert nmse(session.decode(batch[0], logits="all"), want) <= LIMITS["bard"]
+            assert nmse(session.decode(batch[0], logits="all"), want) <= CACHE_LIMIT
 
 
 @pytest.mark.parametrize("graph", ["plain", "auto"])
 def test_greedy_text_is_llamas(paths, models, graph):
     """200 tokens of the embedded model, under the near-tie rule."""
-    prompt = models["bard"].tokenizer.encode("ROMEO.\n")
-    theirs = run_llama(LlamaJob(model=paths["bard"], greedy_prompt=tuple(prompt), n_greedy=200,
+    prompt = models["embedded"].tokenizer.encode("To be, or not to be")
+    theirs = run_llama(LlamaJob(model=paths["embedded"], greedy_prompt=tuple(prompt), n_greedy=200,
                                 options=LlamaOptions(flash_attn=True, type_k="f16", type_v="f16")))
     greedy, gaps = [], []
-    with models["bard"].session(n_ctx=512, graph=graph, flash_attn=True) as session:
+    with models["embedded"].session(n_ctx=512, graph=graph, flash_attn=True) as session:
         rows = session.decode(prompt)
         for _ in range(200):
             greedy.append(int(rows[-1].argmax()))
             gaps.append(top2_gap(rows[-1]))
             rows = session.decode(greedy[-1:])
-    assert len(set(greedy)) > 20
+    assert len(set(greedy)) > 15
     np.testing.assert_allclose(gaps[0], theirs.greedy_gaps[0], atol=1e-2)
     assert_same_greedy(greedy, theirs.greedy, theirs.greedy_gaps)
+
+
+def test_another_graph_or_token_is_noticed(paths, models):
+    """The comparison above fails for the lean graph, by its names, and for one changed token, by its values."""
+    options = LlamaOptions(flash_attn=True)
+    theirs = run_llama(LlamaJob(model=paths["toy"], steps=llama_steps([{0: [3, 1, 4, 1, 5]}]), capture=("*",), options=options))
+    for graph, last, noticed in (("lean", 5, "ffn_moe_probs-0 #0: only in llama.cpp"), ("plain", 9, "result_output #0: NMSE")):
+        with models["toy"].session(n_ctx=512, graph=graph, flash_attn=True, type_k="f32", type_v="f32") as session:
+            _, [ours] = record_ours(session, [{0: [3, 1, 4, 1, last]}])
+        assert any(line.startswith(noticed) for line in compare_nodes(ours, theirs.nodes, NODE_LIMIT))
 
 
 def _node(name, array, *, op="MUL", occurrence=0):
