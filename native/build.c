@@ -42,6 +42,7 @@ static bool q_expand(ggml_cgraph * graph, ggml_tensor * tensor) {
 static bool q_place(ggml_backend_buffer * buffer, ggml_tensor * tensor, void * address) {
     volatile bool done = false;
     GUARDED(done = T.ggml_backend_tensor_alloc(buffer, tensor, address) == 0);
+    note_of(tensor)->fixed = done;
     return done;
 }
 

@@ -1,21 +1,19 @@
 // What ggml does not check while building and would only show as garbage, or as an abort in a compute thread. build_ffi.py calls
 // check_<op> with the operands of <op>, without the context, before ggml sees them.
 
-// indices are read in compute threads, so the limit travels with the tensor they will be written to: ggml leaves its padding alone
+// indices are read in compute threads, so the limit travels with the tensor they will be written to
 static void limit_indices(ggml_tensor * indices, int64_t n) {
-    int64_t limit;
-    memcpy(&limit, indices->padding, sizeof(limit));
-    if (indices->op == 0 && !indices->view_src && (limit == 0 || n < limit)) {
-        memcpy(indices->padding, &n, sizeof(n));
+    struct note * note = note_of(indices);
+    if (indices->op == 0 && !indices->view_src && n <= UINT32_MAX && (note->limit == 0 || n < note->limit)) {
+        note->limit = (uint32_t) n;
     }
 }
 
 // tells whether indices about to be written are below the limit of every node that was built on them
 static bool q_indices_fit(const ggml_tensor * t, const void * data, size_t size) {
-    int64_t limit;
-    memcpy(&limit, t->padding, sizeof(limit));
+    const int64_t limit = note_of(t)->limit;
     const bool wide = T.ggml_get_type_traits(t->type)->type_size == 8;
-    const size_t n = limit > 0 ? size / (wide ? 8 : 4) : 0;
+    const size_t n = limit ? size / (wide ? 8 : 4) : 0;
     for (size_t i = 0; i < n; i++) {
         const int64_t index = wide ? ((const int64_t *) data)[i] : ((const int32_t *) data)[i];
         if (index < 0 || index >= limit) {

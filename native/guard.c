@@ -61,15 +61,21 @@ static bool q_is_open(const ggml_tensor * t) {
     return operand("tensor", t);
 }
 
+// what this package notes about a tensor, in the padding that ggml leaves alone
+struct note {
+    uint32_t limit; // indices written to it must be below; 0: it is not known to hold any
+    uint32_t fixed; // it was given memory of its own, which no allocator takes away
+};
+
+static struct note * note_of(const ggml_tensor * t) {
+    return (struct note *) t->padding;
+}
+
 // a step is checked once; it is checked again when anything it may rest on was closed or has moved
 static long long epoch;
 
 static long long q_epoch(void) {
     return epoch;
-}
-
-static void q_new_epoch(void) {
-    epoch++;
 }
 
 // tensor structs live on while somebody holds a handle; a type nobody knows makes every later use a readable error

@@ -134,7 +134,17 @@ static int q_run(struct q_step * s) {
     PyEval_RestoreThread(python);
     n_running--;
     s->stop->running = false;
-    return status;
+    return stop_all ? Q_LEAVING : status;
+}
+
+static ggml_backend_buffer * q_alloc_tensors(ggml_context * ctx, ggml_backend_buffer_type * type) {
+    ggml_backend_buffer * buffer = ggml_backend_alloc_ctx_tensors_from_buft(ctx, type);
+    for (ggml_tensor * t = T.ggml_get_first_tensor(ctx); buffer && t; t = T.ggml_get_next_tensor(ctx, t)) {
+        if (t->buffer == buffer) {
+            note_of(t)->fixed = true;
+        }
+    }
+    return buffer;
 }
 
 // when a buffer goes, its tensors have no data any more: whoever uses them next is told so
@@ -144,30 +154,21 @@ static void q_forget_buffer(ggml_context * ctx, ggml_backend_buffer * buffer) {
         if (t->buffer == buffer) {
             t->buffer = NULL;
             t->data   = NULL;
+            note_of(t)->fixed = false;
         }
     }
 }
 
-// a tensor without data, or a view not yet in a buffer: what an allocator will place. Returns how many there are
-static size_t q_collect_floating(ggml_context * ctx, ggml_tensor ** floating, size_t n) {
-    size_t found = 0;
+// takes back what allocators gave to a context's tensors. ggml leaves a tensor that has data where it is, even when the memory
+// under it has moved, so this comes before every placement and after every loss
+static void q_unbind(ggml_context * ctx) {
+    epoch++;
     for (ggml_tensor * t = T.ggml_get_first_tensor(ctx); t; t = T.ggml_get_next_tensor(ctx, t)) {
-        if (t->view_src ? !t->buffer : !t->data) {
-            if (found < n) {
-                floating[found] = t;
-            }
-            found++;
+        if (!note_of(t)->fixed) {
+            t->buffer = NULL;
+            t->data   = NULL;
+            t->extra  = NULL;
         }
-    }
-    return found;
-}
-
-// ggml's allocators leave a tensor that has data where it is, even when the memory under it has moved
-static void q_unbind(ggml_tensor ** floating, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        floating[i]->buffer = NULL;
-        floating[i]->data   = NULL;
-        floating[i]->extra  = NULL;
     }
 }
 

@@ -130,7 +130,7 @@ static bool has_memory(const ggml_tensor * t, const char * which) {
     if (!operand(which, t)) {
         return false;
     }
-    return t->data || T.ggml_nbytes(t) == 0 || refuse("%s (%s) has not been placed in a buffer, or its buffer is closed", which, t->name);
+    return t->data || T.ggml_nbytes(t) == 0 || refuse("%s (%s) has no memory: it was not placed, or its buffer has moved or was closed", which, t->name);
 }
 
 // returns the first node a device cannot run, or NULL; device NULL: only look for memory

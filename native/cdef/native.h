@@ -29,6 +29,7 @@ ggml_tensor * q_unsupported(ggml_cgraph * graph, ggml_backend_device * device);
 // step.c
 #define Q_REFUSED   100
 #define Q_BAD_INDEX 101
+#define Q_LEAVING   102
 struct q_stop {
     int       wanted;
     bool      running;
@@ -56,11 +57,10 @@ bool   q_set_n_threads(ggml_backend * backend, int n_threads);
 int    q_run(struct q_step * step);
 int    q_n_running(void);
 long long q_epoch(void);
-void   q_new_epoch(void);
 void   q_stop_all(void);
 void   q_forget_buffer(ggml_context * ctx, ggml_backend_buffer * buffer);
-size_t q_collect_floating(ggml_context * ctx, ggml_tensor ** floating, size_t n);
-void   q_unbind(ggml_tensor ** floating, size_t n);
+ggml_backend_buffer * q_alloc_tensors(ggml_context * ctx, ggml_backend_buffer_type * type);
+void   q_unbind(ggml_context * ctx);
 bool   q_gallocr_reserve(ggml_gallocr * galloc, ggml_cgraph * graph);
 bool   q_gallocr_alloc(ggml_gallocr * galloc, ggml_cgraph * graph);
 void   q_save_sources(ggml_cgraph * graph, ggml_tensor ** sources);

@@ -106,7 +106,10 @@ def run(step: object, name: str) -> None:
     status = lib.q_run(step)
     if _interrupts and (error := _interrupts.pop(threading.get_ident(), None)):
         raise error
-    if status == _ABORTED:
+    if status == lib.Q_LEAVING and threading.current_thread() is not threading.main_thread():
+        # ends a thread that outlives the interpreter without a traceback
+        raise SystemExit
+    if status in (_ABORTED, lib.Q_LEAVING):
         raise Aborted(f"computing on {name} was stopped")
     if status == lib.Q_REFUSED:
         raise BackendError(f"{name}: {failure()}")

@@ -13,14 +13,14 @@ _NULL = ffi.NULL
 class Graph:
     """A ggml_cgraph of up to `size` nodes inside a context: nodes in the order they were expanded, and every operand before its user."""
 
-    __slots__ = ("_floating", "_p", "_placed_by", "_sources", "context")
+    __slots__ = ("_p", "_sources", "context")
 
     def __init__(self, context: Context, size: int):
         self._p = lib.q_new_graph(context._p, size)
         if not self._p:
             raise GraphError(f"new graph: {failure()}")
         self.context = context
-        self._floating = self._sources = self._placed_by = None
+        self._sources = None
 
     def expand(self, tensor: Tensor) -> Tensor:
         """Append a node and everything it needs; a write that nobody reads is kept this way. Returns the node.
@@ -51,7 +51,7 @@ class Graph:
     def clear(self) -> None:
         """Take all nodes out; the tensors stay."""
         lib.ggml_graph_clear(self._p)
-        self._floating = self._sources = self._placed_by = None
+        self._sources = None
 
     def check(self, device: object | None) -> None:
         """Raise the reason why this graph cannot run: no memory, a closed part, or a node the device (a Device) has no code for."""
@@ -59,25 +59,9 @@ class Graph:
             raise BackendError("ggml was opened before this process was forked and cannot compute in the child; start it with spawn")
         if self.context.closed:
             raise GraphError("the context of the graph is closed")
-        if self._placed_by is not None and self._placed_by != self._placed_by[0].mark():
-            raise BackendError("the compute buffer has moved or was closed since the graph was placed in it: place it again")
         node = lib.q_unsupported(self._p, device._p if device else _NULL)
         if node:
             raise GraphError(f"{self.context.handle(node)!r} cannot run: {failure()}")
-
-    def place(self, allocator: object) -> None:
-        """Free the memory this graph was given before, ahead of a new placement by `allocator`, whose mark() tells when it moved."""
-        if self._floating is None:
-            n = lib.q_collect_floating(self.context._p, _NULL, 0)
-            array = ffi.new("ggml_tensor *[]", max(n, 1))
-            lib.q_collect_floating(self.context._p, array, n)
-            self._floating = array, n
-        lib.q_unbind(*self._floating)
-        self._placed_by = None
-
-    def placed(self, mark: tuple) -> None:
-        """Remember who placed this graph and in which state."""
-        self._placed_by = mark
 
     def restore_sources(self) -> None:
         """Put back the operands as they were when this was first called, before a scheduler redirected them."""

@@ -249,7 +249,7 @@ def alloc_tensors(context: Context, buffer_type: BufferType) -> Buffer | None:
     if context.closed:
         raise TensorError("alloc_tensors: the context is closed")
     waiting = [t for t in context.tensors if not t.data and not t.view_src and t.nelements]
-    p = lib.ggml_backend_alloc_ctx_tensors_from_buft(context._p, buffer_type._p)
+    p = lib.q_alloc_tensors(context._p, buffer_type._p)
     if not p and waiting:
         wanted = sum(buffer_type.alloc_size(t) for t in waiting)
         raise BackendError(f"cannot allocate {wanted / 2**20:.1f} MiB in {buffer_type.name}")

@@ -5,6 +5,9 @@ Both place a cached graph again as often as wanted, which ggml itself does not.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+
 from ..errors import BackendError
 from ._native import ffi, lib
 from .backend import Backend, compute
@@ -12,27 +15,48 @@ from .cgraph import Graph
 from .device import BufferType
 from .owned import Owned
 from .provider import failure
-from .tensor import Tensor
+from .tensor import Context, Tensor
 
 _NULL = ffi.NULL
 
 
-class GraphAllocator(Owned):
-    """One compute buffer shared by all graphs of a device; it only grows.
+class Placer(Owned):
+    """Gives graphs memory that it may move or free: their tensors are unplaced then, and running them is refused until they are placed again."""
 
-    `generation` changes when the buffer has moved: graphs placed before that must be placed again.
-    """
+    __slots__ = ("_p", "_placed")
 
-    __slots__ = ("_p", "buffer_type", "generation")
+    def _hold(self, p: object, free: object, *kept: object) -> None:
+        self._p = p
+        self._placed: weakref.WeakSet[Context] = weakref.WeakSet()
+        self._own(_free, p, free, self._placed, *kept)
+
+    def _unplace(self) -> None:
+        """Take the memory from every graph placed so far."""
+        _unbind(self._placed)
+
+    def _open(self) -> object:
+        if self.closed:
+            raise BackendError(f"the {type(self).__name__} is closed")
+        return self._p
+
+    def _fail(self, graph: Graph, where: str) -> BackendError:
+        """Close what may be in any state now, and compose the error."""
+        reason = failure() or "there is no room for its compute buffer"
+        self.close()
+        return BackendError(f"placing a graph of {graph.n_nodes} nodes {where}: {reason}")
+
+
+class GraphAllocator(Placer):
+    """One compute buffer shared by all graphs of a device; it only grows."""
+
+    __slots__ = ("buffer_type",)
 
     def __init__(self, buffer_types: BufferType | list[BufferType]):
         types = [buffer_types] if isinstance(buffer_types, BufferType) else list(buffer_types)
         if len(types) != 1:
             raise BackendError(f"a graph allocator for {len(types)} kinds of memory: several devices need a Scheduler")
         self.buffer_type = types[0]
-        self.generation = 0
-        self._p = lib.ggml_gallocr_new(self.buffer_type._p)
-        self._own(lib.ggml_gallocr_free, self._p)
+        self._hold(lib.ggml_gallocr_new(self.buffer_type._p), lib.ggml_gallocr_free)
 
     @property
     def size(self) -> int:
@@ -40,51 +64,33 @@ class GraphAllocator(Owned):
         return lib.ggml_gallocr_get_buffer_size(self._open(), 0)
 
     def reserve(self, graph: Graph) -> bool:
-        """Make the buffer large enough for a graph without placing it. Returns whether it grew."""
-        return self._grow(lib.q_gallocr_reserve, graph)
+        """Make the buffer large enough for a graph without placing it. Returns whether it grew, which unplaces all graphs."""
+        before = self.size
+        if not lib.q_gallocr_reserve(self._open(), graph._p):
+            raise self._fail(graph, f"in {self.buffer_type.name}")
+        grew = self.size != before
+        if grew:
+            self._unplace()
+        return grew
 
     def alloc(self, graph: Graph) -> bool:
         """Place every node and input of a graph that has no data of its own, again if it had been. Returns whether the buffer grew.
 
-        Graphs placed before share the memory: only what is in a buffer of its own survives between them. When it grew they must be placed again.
+        Graphs share the memory: only what is in a buffer of its own survives from one to the next. When it grew, all others must be placed again.
         Raises BackendError when there is no room; the allocator is closed then.
         """
-        graph.place(self)
-        grew = self._grow(lib.q_gallocr_alloc, graph)
-        graph.placed(self.mark())
+        lib.q_unbind(graph.context._p)
+        grew = self.reserve(graph)
+        if not lib.q_gallocr_alloc(self._open(), graph._p):
+            raise self._fail(graph, f"in {self.buffer_type.name}")
+        self._placed.add(graph.context)
         return grew
 
-    def mark(self) -> tuple:
-        """Return a value that changes when graphs placed so far lose their memory."""
-        return self, self.generation, self.closed
 
-    def close(self) -> None:
-        """Free the compute buffer."""
-        super().close()
-        lib.q_new_epoch()
+class Scheduler(Placer):
+    """Splits graphs over several backends, the first preferred, the last the CPU; places and computes one at a time."""
 
-    def _grow(self, call: object, graph: Graph) -> bool:
-        before = self.size
-        if not call(self._open(), graph._p):
-            reason = failure() or f"no room in {self.buffer_type.name}"
-            self.close()
-            raise BackendError(f"compute buffer of a graph of {graph.n_nodes} nodes: {reason}")
-        grew = self.size != before
-        if grew:
-            self.generation += 1
-            lib.q_new_epoch()
-        return grew
-
-    def _open(self) -> object:
-        if self.closed:
-            raise BackendError("the graph allocator is closed")
-        return self._p
-
-
-class Scheduler(Owned):
-    """Splits graphs over several backends, the first preferred, the last the CPU; places and computes them."""
-
-    __slots__ = ("_current", "_p", "_pins", "backends", "device", "graph_size", "name")
+    __slots__ = ("_pins", "backends", "device", "graph_size", "name")
 
     def __init__(self, backends: list[Backend], graph_size: int):
         if not backends or backends[-1].device.kind != "cpu":
@@ -93,11 +99,10 @@ class Scheduler(Owned):
         self.name = "+".join(backend.name for backend in backends)
         # which node runs where is the scheduler's own affair
         self.device = None
-        self._current = 0
         self._pins: dict[Tensor, Backend] = {}
         array = ffi.new("ggml_backend *[]", [backend._open() for backend in backends])
-        self._p = lib.ggml_backend_sched_new(array, _NULL, len(backends), graph_size, False, False)
-        self._own(_free_scheduler, self._p, self.backends)
+        sched = lib.ggml_backend_sched_new(array, _NULL, len(backends), graph_size, False, False)
+        self._hold(sched, lib.ggml_backend_sched_free, self.backends)
 
     def pin(self, tensor: Tensor, backend: Backend) -> None:
         """Have a node computed on a backend, in every graph placed from now on."""
@@ -106,31 +111,27 @@ class Scheduler(Owned):
         self._pins[tensor] = backend
 
     def reserve(self, graph: Graph) -> None:
-        """Make the compute buffers large enough for a graph without placing it."""
+        """Make the compute buffers large enough for a graph without placing it; all graphs are unplaced."""
         self._split(lib.q_sched_reserve, graph)
         graph.restore_sources()
 
     def alloc(self, graph: Graph) -> None:
-        """Split and place a graph, again if it had been; graphs placed before must be placed again to run.
+        """Split and place a graph, again if it had been; the one placed before is unplaced.
 
         Raises BackendError when it does not fit; the scheduler is closed then.
         """
         self._split(lib.q_sched_alloc, graph)
-        graph.placed(self.mark())
-
-    def mark(self) -> tuple:
-        """Return a value that changes when the graph placed last loses its memory."""
-        return self, self._current, self.closed
+        self._placed.add(graph.context)
 
     def compute(self, graph: Graph) -> None:
         """Run the graph placed last. Raises what Backend.compute raises."""
         compute(self, graph)
 
     def reset(self) -> None:
-        """Forget the graph placed last and all pins."""
+        """Unplace the graph placed last and forget all pins."""
         self._pins.clear()
+        self._unplace()
         lib.ggml_backend_sched_reset(self._open())
-        self._new_placement()
 
     @property
     def n_splits(self) -> int:
@@ -146,11 +147,6 @@ class Scheduler(Owned):
         for backend in self.backends:
             backend.request_abort()
 
-    def close(self) -> None:
-        """Free the compute buffers."""
-        super().close()
-        lib.q_new_epoch()
-
     def native(self) -> tuple[object, object, object]:
         """Return what the native calls want: backend, scheduler, stop flag."""
         return self.backends[-1]._open(), self._open(), self.backends[-1]._stop
@@ -161,26 +157,21 @@ class Scheduler(Owned):
 
     def _split(self, call: object, graph: Graph) -> None:
         p = self._open()
+        self._unplace()
         graph.restore_sources()
-        graph.place(self)
-        self._new_placement()
+        lib.q_unbind(graph.context._p)
         lib.ggml_backend_sched_reset(p)
         for tensor, backend in self._pins.items():
             lib.ggml_backend_sched_set_tensor_backend(p, tensor._p, backend._open())
         if not call(p, graph._p):
-            reason = failure() or "no room for its compute buffers"
-            self.close()
-            raise BackendError(f"placing a graph of {graph.n_nodes} nodes on {self.name}: {reason}")
-
-    def _new_placement(self) -> None:
-        self._current += 1
-        lib.q_new_epoch()
-
-    def _open(self) -> object:
-        if self.closed:
-            raise BackendError("the scheduler is closed")
-        return self._p
+            raise self._fail(graph, f"on {self.name}")
 
 
-def _free_scheduler(p: object, backends: list[Backend]) -> None:
-    lib.ggml_backend_sched_free(p)
+def _unbind(contexts: Iterable[Context]) -> None:
+    for context in list(contexts):
+        lib.q_unbind(context._p)
+
+
+def _free(p: object, free: object, placed: Iterable[Context], *kept: object) -> None:
+    _unbind(placed)
+    free(p)

@@ -156,15 +156,16 @@ def test_a_graph_whose_memory_has_moved_is_refused_until_it_is_placed_again(benc
     large = chain(backend, 3, 1 << 16)[0]
     assert allocator.alloc(large)
     for use in (lambda: backend.compute(graph), lambda: step.run([ones], [out])):
-        with pytest.raises(BackendError, match="moved"):
+        with pytest.raises(GraphError, match="has moved"):
             use()
     assert not allocator.alloc(graph)
     step.run([ones], [out])
     assert (out == 8).all()
     allocator.close()
-    for use in (lambda: step.run([ones], [out]), lambda: allocator.alloc(graph)):
-        with pytest.raises(BackendError, match="closed"):
-            use()
+    with pytest.raises(GraphError, match="no memory"):
+        step.run([ones], [out])
+    with pytest.raises(BackendError, match="GraphAllocator is closed"):
+        allocator.alloc(graph)
 
 
 def test_several_kinds_of_memory_want_a_scheduler(bench):
@@ -222,7 +223,7 @@ def test_step_checks_indices(bench):
 
 def test_a_closed_backend_and_an_unplaced_step(bench, cpu):
     graph, x, y = chain(bench.backend, 2, 6)
-    with pytest.raises(GraphError, match="not been placed"):
+    with pytest.raises(GraphError, match="no memory"):
         ggml.Step(bench.backend, graph, [x], [y])
     backend = cpu.init()
     backend.close()

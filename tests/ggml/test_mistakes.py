@@ -164,7 +164,7 @@ def test_a_full_context_and_a_full_graph(bench):
 def test_a_graph_without_memory_does_not_run(bench):
     graph = ggml.Graph(bench.context, 8)
     graph.expand(bench.g.neg(new(bench, 8)))
-    with pytest.raises(GraphError, match="not been placed"):
+    with pytest.raises(GraphError, match="no memory"):
         bench.backend.compute(graph)
 
 
@@ -176,7 +176,7 @@ def test_weights_that_were_closed_do_not_run(bench, weights):
         allocator.alloc(graph)
         bench.backend.compute(graph)
         weights.buffer.close()
-        with pytest.raises(GraphError, match="weight.*buffer is closed"):
+        with pytest.raises(GraphError, match="weight.*was closed"):
             bench.backend.compute(graph)
     with pytest.raises(BackendError, match="placed"):
         weights.weight.get()

@@ -88,7 +88,7 @@ def test_a_step_over_a_scheduler(scheduler, weight, rng):
     step.run([values], [out])
     assert np.allclose(out, expected(weight, values), atol=1e-5)
     scheduler.alloc(model(weight, 5)[0])
-    with pytest.raises(BackendError, match="place it again"):
+    with pytest.raises(GraphError, match="no memory"):
         step.run([values], [out])
 
 
@@ -97,7 +97,7 @@ def test_a_graph_too_large_closes_the_scheduler_and_nothing_else(backends, weigh
     with pytest.raises(BackendError, match="placing a graph of 4 nodes"):
         for _ in range(200):
             scheduler.alloc(model(weight, 3)[0])
-    with pytest.raises(BackendError, match="scheduler is closed"):
+    with pytest.raises(BackendError, match="Scheduler is closed"):
         scheduler.alloc(model(weight, 3)[0])
     with ggml.Scheduler(backends, 64) as another:
         graph, x, y, _ = model(weight, 2)
@@ -115,6 +115,6 @@ def test_what_a_scheduler_refuses(scheduler, backends, weight):
     with pytest.raises(BackendError, match="CPU's last"):
         ggml.Scheduler([], 8)
     graph = model(weight, 2)[0]
-    with pytest.raises(GraphError, match="not been placed"):
+    with pytest.raises(GraphError, match="no memory"):
         scheduler.compute(graph)
     stranger.close()
