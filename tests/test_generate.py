@@ -291,6 +291,54 @@ def test_a_fresh_process_says_the_same(model):
     assert json.loads(child.stdout) == list(words(model, prompt, **options)[:2])
 
 
+OURS = """
+import json, sys, qwen3next_ggml as q
+prompt, n_predict, seeds = json.loads(sys.argv[1])
+with q.load() as model, model.session(n_ctx=256, graph="plain", flash_attn=False) as session:
+    print(json.dumps([[step.token for step in q.stream_generate(model, prompt, session=session, n_predict=n_predict, seed=seed)]
+                      for seed in seeds]))
+"""
+
+THEIRS = """
+import ctypes, json, sys
+from llama_cpp import llama_cpp as api
+from tests.kit.llama_child import Llama, LlamaOptions
+prompt, n_predict, seeds = json.loads(sys.argv[1])
+llama = Llama("qwen3next_ggml/data/bard.gguf", LlamaOptions(n_ctx=256, type_k="f16", type_v="f16"))
+
+def choose(chain, row):
+    data = (api.llama_token_data * len(row))(*((i, x, 0.0) for i, x in enumerate(row)))
+    array = api.llama_token_data_array(data, len(row), -1, False)
+    api.llama_sampler_apply(chain, ctypes.byref(array))
+    return array.data[array.selected].id
+
+def generate(seed):
+    chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+    for sampler in (api.llama_sampler_init_top_k(40), api.llama_sampler_init_top_p(0.95, 0), api.llama_sampler_init_min_p(0.05, 0),
+                    api.llama_sampler_init_temp_ext(0.8, 0.0, 1.0), api.llama_sampler_init_dist(seed)):
+        api.llama_sampler_chain_add(chain, sampler)
+    llama.clear()
+    tokens = llama.tokenize(prompt, add_special=True, parse_special=False)
+    n_prompt, n_past = len(tokens), 0
+    while len(tokens) < n_prompt + n_predict and not (n_past and api.llama_vocab_is_eog(llama.vocab, tokens[-1])):
+        last = len(tokens) - 1
+        rows = llama.decode([(tokens[i], i, 0, i == last) for i in range(n_past, len(tokens))])
+        n_past = len(tokens)
+        tokens.append(choose(chain, rows[-1].tolist()))
+    return tokens[n_prompt:]
+
+print(json.dumps([generate(seed) for seed in seeds]))
+"""
+
+
+def test_one_seed_gives_llama_cpps_text():
+    job = json.dumps(["ROMEO.\nBut soft", 80, [1, 2, 3, 2**32 - 2]])
+    # one libggml and one graph on both sides: the logits are the same numbers, so the draws must be the same tokens
+    ours, theirs = run_python(OURS, job, env={"QGRAPH_GGML": "llama_cpp"}), run_python(THEIRS, job)
+    assert ours.returncode == 0 and theirs.returncode == 0, ours.stderr + theirs.stderr[-2000:]
+    assert json.loads(ours.stdout) == json.loads(theirs.stdout)
+
+
 def test_a_prompt_that_extends_the_session_costs_the_new_tokens_only(model):
     prompt = TOKENIZER.encode("HAMLET.\nTo be, or not to be")
     with model.session(n_ctx=256) as session:
