@@ -10,6 +10,10 @@ from tests.kit import Toys
 
 ROOT = pathlib.Path(__file__).parents[1]
 
+# the graphs of the tests are tiny: a second thread would mostly wait for the first, and the suite runs one process per core instead.
+# Read by libgomp when it is loaded, so it comes before anything opens a libggml; what tests threads lifts it in a process of its own
+os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
