@@ -37,7 +37,8 @@ def command(model, prompt, single_turn, template, generation, show_prompt, verbo
     """
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with model.load() as loaded, session.open(loaded) as opened:
-        talk = Conversation(loaded, opened, template.of(loaded), template.variables, template.system, generation.settings(opened.n_ctx))
+        settings = generation.settings(opened.n_ctx, prompt.read)
+        talk = Conversation(loaded, opened, template.of(loaded), template.variables, template.system, settings)
         if verbose or interactive:
             announce(loaded, opened)
         if interactive:
@@ -110,6 +111,6 @@ def stats(talk: Conversation, answers: list[Answer]) -> str:
     if t is None:
         return text
     return (
-        f"{text}\nlast answer: {t.prompt_n} tokens read at {t.prompt_per_second:.1f} a second, "
+        f"{text}\nlast answer: {t.prompt_n} tokens read at {t.prompt_per_second:.1f} a second ({session.last_reuse}), "
         f"{t.predicted_n} generated at {t.predicted_per_second:.1f} a second"
     )

@@ -54,7 +54,9 @@ def describe(name: str | None) -> dict:
 
 
 def _device(device) -> dict:
-    free, total = device.memory()
+    from ..memory import available_memory
+
+    free, total = available_memory(device), device.memory()[1]
     return {
         "name": device.name,
         "kind": device.kind,

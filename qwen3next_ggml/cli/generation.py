@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import click
@@ -19,13 +20,13 @@ class GenerationOptions:
     ignore_eos: bool
     sampler: dict
 
-    def settings(self, n_ctx: int) -> dict:
-        """Return the arguments of `stream_generate` for a context of n_ctx tokens. Raises OptionError."""
+    def settings(self, n_ctx: int, read: Callable[[str], str]) -> dict:
+        """Return the arguments of `stream_generate`: n_ctx is the context's size, `read` replaces escapes. Raises OptionError."""
         from ..sampler import SamplerParams
 
         last_n = self.sampler["penalty_last_n"]
         params = SamplerParams(**self.sampler | {"penalty_last_n": n_ctx if last_n == -1 else last_n})
-        return dict(n_predict=self.n_predict, stop=self.stop, special=self.special, ignore_eos=self.ignore_eos, params=params)
+        return dict(n_predict=self.n_predict, stop=[read(stop) for stop in self.stop], special=self.special, ignore_eos=self.ignore_eos, params=params)
 
 
 def _generation(n_predict, stop, special, ignore_eos, logit_bias, samplers, **sampler) -> GenerationOptions:

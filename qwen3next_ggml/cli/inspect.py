@@ -100,10 +100,11 @@ def _product(ne) -> int:
 
 
 def _totals(tensors: list[dict], key: str) -> list[dict]:
-    """Add up tensors of the same role or type, the largest sum first."""
+    """Add up tensors of the same role or type, the largest sum first; a role's types are counted."""
     totals: dict[str, dict] = {}
     for tensor in tensors:
-        sums = totals.setdefault(tensor[key], {key: tensor[key], "n_tensors": 0, "n_params": 0, "nbytes": 0})
+        sums = totals.setdefault(tensor[key], {key: tensor[key], "n_tensors": 0, "n_params": 0, "nbytes": 0, "types": {}})
+        sums["types"][tensor["type"]] = sums["types"].get(tensor["type"], 0) + 1
         sums["n_tensors"] += 1
         sums["n_params"] += tensor["n_params"]
         sums["nbytes"] += tensor["nbytes"]
@@ -125,10 +126,11 @@ def lines(report: dict) -> Iterator[str]:
     yield from _tensors(report)
     for key in ("role", "type"):
         yield from ("", f"by {key}")
-        yield from table(
-            ((sums[key] or "unknown", sums["n_tensors"], count(sums["n_params"]), size(sums["nbytes"])) for sums in report[f"by_{key}"]),
-            right=(1, 2, 3), indent="  ",
-        )  # fmt: skip
+        rows = []
+        for sums in report[f"by_{key}"]:
+            types = ", ".join(f"{n} x {name}" for name, n in sums["types"].items()) if key == "role" else ""
+            rows.append((sums[key] or "unknown", sums["n_tensors"], count(sums["n_params"]), size(sums["nbytes"]), types))
+        yield from table(rows, right=(1, 2, 3), indent="  ")
     for what in ("leftovers", "notes"):
         yield from ("", what) if report[what] else ()
         yield from (f"  {line}" for line in report[what])

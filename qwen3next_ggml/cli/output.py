@@ -44,6 +44,11 @@ def count(n: int) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M" if n >= 1e6 else f"{n / 1e3:.2f} K"
 
 
+def plural(n: int, noun: str) -> str:
+    """Write a count of things."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def table(rows: Iterable[Sequence[object]], *, right: Sequence[int] = (), indent: str = "") -> Iterator[str]:
     """Yield one aligned line per row; columns whose index is in `right` end flush."""
     cells = [[str(cell) for cell in row] for row in rows]

@@ -13,7 +13,7 @@ import click
 from ..errors import OptionError
 from .options import grouped, option
 
-ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+ESCAPES = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,13 @@ class PromptOptions:
     file: str | None
     escape: bool
 
+    def read(self, argument: str) -> str:
+        """Return an argument of the command line with its escapes replaced, unless that was turned off."""
+        return unescaped(argument) if self.escape else argument
+
     def given(self) -> str | None:
         """Return -p and -f, joined by a newline when there are both, None when there is neither."""
-        parts = [self.prompt and unescaped(self.prompt) if self.escape else self.prompt]
+        parts = [self.prompt and self.read(self.prompt)]
         if self.file is not None:
             parts.append(sys.stdin.read() if self.file == "-" else read_text(self.file).removesuffix("\n"))
         return "\n".join(part for part in parts if part) or None
@@ -39,9 +43,13 @@ class PromptOptions:
 
 
 def unescaped(text: str) -> str:
-    r"""Replace \n, \r, \t, \', \" and \\ as llama.cpp does, and \xHH with that character; leave other backslashes."""
-    text = re.sub(r"\\x([0-9A-Fa-f]{2})", lambda m: chr(int(m[1], 16)), text)
-    return re.sub(r"\\(.)", lambda m: ESCAPES.get(m[1], m[0]), text, flags=re.DOTALL)
+    r"""Replace \n, \r, \t, \', \" and \\ as llama.cpp does, and \xHH with that byte; leave other backslashes."""
+    raw = re.sub(rb"\\(x[0-9A-Fa-f]{2}|[nrt'\"\\])", _escaped, text.encode("utf-8", "surrogateescape"))
+    return raw.decode("utf-8", "replace")
+
+
+def _escaped(match: re.Match) -> bytes:
+    return ESCAPES[match[1]] if match[1] in ESCAPES else bytes.fromhex(match[1][1:].decode())
 
 
 def read_text(path: str) -> str:
@@ -58,7 +66,7 @@ prompt_options = grouped(
     "prompt", PromptOptions,
     option("-p", "--prompt", help="the prompt; joined with -f when both are given"),
     option("-f", "--file", metavar="FNAME", help="a file that holds the prompt; -: standard input"),
-    option("-e", "--escape/--no-escape", default=True, help=r"turn \n, \t and so on in -p into those characters  [default: yes]"),
+    option("-e", "--escape/--no-escape", default=True, help=r"turn \n, \t and so on in -p and -r into those characters  [default: yes]"),
 )  # fmt: skip
 
 
@@ -81,6 +89,15 @@ class TemplateOptions:
         return ChatTemplate.from_metadata(model.file.metadata, source=source)
 
 
+class Jinja(click.ParamType):
+    """The source of a template; llama.cpp's names of templates are not known here."""
+
+    name = "jinja"
+
+    def convert(self, value, param, ctx):
+        return value if "{{" in value or "{%" in value else self.fail(f"{value!r} is no Jinja template", param, ctx)
+
+
 class JsonObject(click.ParamType):
     """A JSON object, as a dict."""
 
@@ -97,7 +114,7 @@ class JsonObject(click.ParamType):
 template_options = grouped(
     "template", TemplateOptions,
     option("-sys", "--system-prompt", "system", metavar="PROMPT", help="system message"),
-    option("--chat-template", "template", metavar="JINJA", env="CHAT_TEMPLATE", help="a template in place of the file's"),
+    option("--chat-template", "template", type=Jinja(), metavar="JINJA", env="CHAT_TEMPLATE", help="a template in place of the file's"),
     option("--chat-template-file", "template_file", metavar="FNAME", env="CHAT_TEMPLATE_FILE", help="the same, from a file"),
     option("--chat-template-kwargs", "variables", type=JsonObject(), default="{}", metavar="JSON", env="CHAT_TEMPLATE_KWARGS",
            show_default=False, help="what else the template is given, such as {\"enable_thinking\": false}"),

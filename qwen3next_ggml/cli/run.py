@@ -43,7 +43,7 @@ def command(
     with model.load() as loaded, session.open(loaded) as opened:
         if verbose:
             announce(loaded, opened)
-        settings = generation.settings(opened.n_ctx)
+        settings = generation.settings(opened.n_ctx, prompt.read)
         if in_turn:
             talk = Conversation(loaded, opened, template.of(loaded), template.variables, template.system, settings)
             read, _ = talk.prompt(text)

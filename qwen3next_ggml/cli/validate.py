@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from .options import json_option, opened, path_options, provider_option
-from .output import emit, emit_json
+from .output import emit, emit_json, plural
 
 SUSPICIOUS = 3
 
@@ -36,6 +36,6 @@ def command(path: str | None, strict: bool, as_json: bool, ggml: str | None) -> 
         emit_json({"path": str(file.path), "warnings": found})
     else:
         emit("".join(f"warning: {sentence}\n" for sentence in found))
-        emit(f"{file.path}: complete, {f'{len(found)} warnings' if found else 'nothing suspicious'}\n")
+        emit(f"{file.path}: complete, {plural(len(found), 'warning') if found else 'nothing suspicious'}\n")
     if found and strict:
         raise click.exceptions.Exit(SUSPICIOUS)

@@ -66,6 +66,8 @@ def test_types_are_grouped_by_role(qgraph, bard):
     assert types["expert"] == types["shared expert"] == types["linear attention"] == {"q8_0"}
     assert types["gate"] == types["mtp"] == {"f32", "q8_0"}
     assert None not in types
+    lines = [line.split() for line in qgraph("inspect", bard).stdout.splitlines()]
+    assert ["gate", "26", "10.80", "K", "15.75", "KiB", "6", "x", "q8_0,", "20", "x", "f32"] in lines
 
 
 def test_text_shows_every_tensor_once(qgraph, toys):

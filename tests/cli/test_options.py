@@ -107,7 +107,7 @@ def test_where_the_model_is_named(qgraph, toys, bard):
     "args",
     [
         ("-ngl", 99), ("--mlock",), ("-n", "many"), ("-fa", "perhaps"), ("-ctk", "q9"), ("--logit-bias", "5"), ("--logit-bias", "x+1"),
-        ("-c", -1), ("-t", 0), ("--chat-template-kwargs", "[1]"), ("--chat-template-kwargs", "{"), ("--graph", "fat"),
+        ("-c", -1), ("-t", 0), ("--chat-template-kwargs", "[1]"), ("--chat-template-kwargs", "{"), ("--graph", "fat"), ("--chat-template", "chatml"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_exits_2(qgraph, args):

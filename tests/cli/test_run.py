@@ -60,14 +60,18 @@ def test_json_is_the_last_line(qgraph):
 def test_where_a_prompt_comes_from(qgraph, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("HAMLET.\nTo be\n")
+    quoted = tmp_path / "code.c"
+    quoted.write_text(r'puts("a\n");')
 
     def prompt(*args, stdin=""):
         return last_line(qgraph("run", "-n", 1, "--json", *args, stdin=stdin))["prompt"]
 
     assert prompt() == "ROMEO.\n"
     assert prompt("-p", r"a\tb\n\\n\"\q") == 'a\tb\n\\n"\\q'
+    assert prompt("-p", r"\xc3\xa9\\x41\xzz") == r"é\x41\xzz"
     assert prompt("-p", r"a\nb", "--no-escape") == r"a\nb"
     assert prompt("-f", path) == "HAMLET.\nTo be"
+    assert prompt("-f", quoted) == r'puts("a\n");'
     assert prompt("-p", "first", "-f", path) == "first\nHAMLET.\nTo be"
     assert prompt(stdin="piped\n") == "piped\n"
     assert prompt("-p", "first", "-f", "-", stdin="piped") == "first\npiped"
@@ -88,6 +92,7 @@ def test_reverse_prompts_end_the_text(qgraph, model):
     document = last_line(result)
     assert document["text"] == text[: text.index(word)] and document["finish_reason"] == "stop"
     assert "stopped: reverse prompt" in result.stderr
+    assert "\n" not in last_line(qgraph("run", "-n", 40, "--temp", 0, "-r", r"\n", "--json"))["text"]
 
 
 def test_a_full_context_ends_the_text(qgraph):
