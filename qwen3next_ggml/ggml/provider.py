@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BackendError
-
+from . import layout
 from ._native import ffi, lib
 
 #: packages that carry libggml, and the folder inside them
@@ -21,6 +22,7 @@ OLDEST = (0, 15)
 
 _open: Provider | None = None
 _opened_by = os.getpid()
+_opening = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ def provider(name: str | None = None) -> Provider:
     `name` is one of PACKAGES or a directory with a ggml build. Raises BackendError when it cannot be used, or when another one is open.
     """
     global _open, _opened_by
-    if _open is None:
-        _opened_by = os.getpid()
-        _open = _load(name or os.environ.get("QGRAPH_GGML") or DEFAULT)
-    elif name is not None and name != _open.name and _folder_of(name) != _open.folder:
+    with _opening:
+        if _open is None:
+            _opened_by = os.getpid()
+            _open = _load(name or os.environ.get("QGRAPH_GGML") or DEFAULT)
+    if name is not None and name != _open.name and _folder_of(name) != _open.folder:
         raise BackendError(f"this process runs on ggml provider {_open.name}; {name} needs a process of its own")
     return _open
 
@@ -86,13 +89,11 @@ def _load(name: str) -> Provider:
     if tuple(int(part) for part in version.split("-")[0].split(".")[:2]) < OLDEST:
         raise BackendError(f"ggml provider {name} is ggml {version}, needed is {'.'.join(map(str, OLDEST))} or later")
     for i in range(lib.q_n_entries()):
-        _prove_home(f"{_entry(i)}", lib.q_entry_file(i), name, folder)
+        _prove_home(_entry(i), lib.q_entry_file(i), name, folder)
     lib.q_watch_aborts()
     lib.q_set_log_level(1 if os.environ.get("QGRAPH_VERBOSE") else 4)
     _load_backends(name, folder)
-    from .layout import probe
-
-    probe(name, version)
+    layout.probe(name, version)
     commit = ffi.string(lib.ggml_commit()).decode() if has("ggml_commit") else ""
     return Provider(name=name, version=version, commit=commit, folder=folder)
 
@@ -119,12 +120,15 @@ def _open_registry(name: str, folder: str) -> None:
 
 
 def _prove_home(what: str, file: object, name: str, folder: str) -> None:
-    """Refuse when a symbol came from another libggml that this process had loaded before."""
+    """Refuse when an address is not in the provider's own libraries."""
     if file == ffi.NULL:
         return
     path = os.path.realpath(os.fsdecode(ffi.string(file)))
-    if os.path.dirname(path) != folder:
-        raise BackendError(f"{what} of ggml provider {name} was taken from {path}: another libggml is already loaded in this process")
+    if not path.startswith(os.path.join(folder, "")):
+        raise BackendError(
+            f"{what} of ggml provider {name} comes from {path}, not from {folder}: "
+            "another libggml is already loaded in this process, or the library's own search path leads there"
+        )
 
 
 def _load_backends(name: str, folder: str) -> None:

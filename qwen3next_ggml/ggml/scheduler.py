@@ -149,7 +149,8 @@ class Scheduler(Placer):
 
     def native(self) -> tuple[object, object, object]:
         """Return what the native calls want: backend, scheduler, stop flag."""
-        return self.backends[-1]._open(), self._open(), self.backends[-1]._stop
+        opened = [backend._open() for backend in self.backends]
+        return opened[-1], self._open(), self.backends[-1]._stop
 
     def owns(self, tensor: Tensor) -> bool:
         """Tell whether copies to a tensor may be queued: not when several backends are at work."""

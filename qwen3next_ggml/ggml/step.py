@@ -42,6 +42,8 @@ class Step:
             self._last = ()
             self._point(self._parts[0], self.inputs, arrays)
             self._point(self._parts[1], self.outputs, outs)
+            if not all(out.flags.writeable for out in outs):
+                raise TensorError("step: an output array is read-only")
             self._last = now
         if self._epoch != lib.q_epoch():
             self._check()

@@ -168,6 +168,43 @@ def test_a_graph_whose_memory_has_moved_is_refused_until_it_is_placed_again(benc
         allocator.alloc(graph)
 
 
+def test_two_graphs_of_one_context_take_turns(bench):
+    """They share tensors, so placing one takes the memory from the other."""
+    context = ggml.Context(8, graph_size=16)
+    g = ggml.Ops(context)
+    x = g.set_input(context.new_tensor(types.F32, 4))
+    double = g.set_output(g.scale(x, 2.0))
+    fourfold = g.set_output(g.scale(double, 2.0))
+    graphs = ggml.Graph(context, 8), ggml.Graph(context, 8)
+    graphs[0].expand(double)
+    graphs[1].expand(fourfold)
+    with ggml.GraphAllocator(bench.backend.buffer_type) as allocator:
+        for graph, result, factor in ((graphs[0], double, 2), (graphs[1], fourfold, 4), (graphs[0], double, 2)):
+            allocator.alloc(graph)
+            x.set(np.ones(4, np.float32))
+            bench.backend.compute(graph)
+            assert (result.get() == factor).all()
+        with pytest.raises(GraphError, match="no memory"):
+            bench.backend.compute(graphs[1])
+
+
+def test_memory_of_its_own_survives_a_placement(bench):
+    context = ggml.Context(8, graph_size=8)
+    g, store = ggml.Ops(context), context.new_tensor(types.F32, 4)
+    with bench.device.buffer_type().alloc(64) as buffer:
+        buffer.place(store, 0)
+        store.set(np.full(4, 3, np.float32))
+        graph = ggml.Graph(context, 8)
+        half = g.set_output(g.scale(g.view_1d(store, 2, 8), 0.5))
+        graph.expand(half)
+        with ggml.GraphAllocator(bench.backend.buffer_type) as allocator:
+            for _ in range(2):
+                allocator.alloc(graph)
+                bench.backend.compute(graph)
+                assert (half.get() == 1.5).all() and (store.get() == 3).all()
+        assert (store.get() == 3).all() and half.data == 0
+
+
 def test_several_kinds_of_memory_want_a_scheduler(bench):
     with pytest.raises(BackendError, match="Scheduler"):
         ggml.GraphAllocator([bench.backend.buffer_type] * 2)
@@ -198,6 +235,7 @@ def test_step_fills_computes_and_fetches(bench):
         ([np.zeros(5, np.float32)], [np.zeros(6, np.float32)], "5,.*24 bytes"),
         ([np.zeros(6, np.float32)], [np.zeros(12, np.float32)[::2]], "float32"),
         ([], [np.zeros(6, np.float32)], "0 arrays for 1"),
+        ([np.zeros(6, np.float32)], [np.frombuffer(bytes(24), np.float32)], "read-only"),
     ],
 )
 def test_step_checks_its_arrays(bench, arrays, outs, words):

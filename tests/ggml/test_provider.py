@@ -147,6 +147,23 @@ ggml.provider()
     assert re.search(rf"BackendError: ggml provider .* lays out ggml_tensor differently: {named};", done.stderr.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_ggml_says_is_shown_on_request_only(verbose):
+    """A warning of ggml's own: there is no room for a fourth tensor."""
+    code = """
+from qwen3next_ggml import ggml
+context = ggml.Context(3)
+try:
+    for _ in range(4):
+        context.new_tensor(ggml.types.F32, 1)
+except Exception as error:
+    print(error)
+"""
+    done = run_python(code, env={"QGRAPH_VERBOSE": "1" if verbose else ""})
+    assert "made for 3 tensors" in done.stdout
+    assert ("not enough space" in done.stderr) == verbose
+
+
 # the declarations
 
 
