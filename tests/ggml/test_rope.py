@@ -36,7 +36,7 @@ def test_equals_the_definition_at_every_distance(rotated):
     want = rotate(x.astype(np.float64), POSITIONS, N_ROT, BASE)
     for i, position in enumerate(POSITIONS):
         # ggml multiplies float32 angles up by the frequency ratio: far out an angle of 1e5 has 7 digits
-        assert nmse(got[i], want[i]) <= (1e-7 if position < 10000 else 1e-4), f"position {position}"
+        assert nmse(got[i], want[i]) <= (1e-7 if position < 10000 else 1e-6), f"position {position}"
 
 
 def test_the_rest_of_the_head_is_untouched(rotated):
@@ -85,4 +85,4 @@ def test_yarn_scales_low_frequencies_only(bench, rng):
     plain, yarn = bench.run(plain, yarn)
     magnitude = 1 + 0.1 * np.log(4)
     assert nmse(yarn[..., 0], plain[..., 0] * magnitude) <= 1e-7
-    assert nmse(yarn[1, :, 25], plain[1, :, 25] * magnitude) > 1e-7
+    assert nmse(yarn[1, :, 8:32], plain[1, :, 8:32] * magnitude) > 1e-3
