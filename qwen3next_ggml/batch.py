@@ -7,6 +7,7 @@ see it as [n_seq_tokens, n_seqs]. Knows nothing about models, memory or graphs.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,7 @@ class UBatch:
     """One graph run: tokens of `n_seqs` sequences, `n_seq_tokens` each, sequence-major.
 
     `out_rows` are the rows of this ubatch whose logits are wanted, ascending; `out_slots` says, for each of them,
-    which sequence and which of its wanted rows it is.
+    which sequence and which of its wanted rows it is; `outputs` are (sequence, first wanted row, how many).
     """
 
     tokens: np.ndarray
@@ -42,8 +43,8 @@ class UBatch:
     def seq_of_row(self) -> np.ndarray:
         return np.repeat(np.asarray(self.seqs, np.int32), self.n_seq_tokens)
 
+    @cached_property
     def outputs(self) -> list[tuple[int, int, int]]:
-        """Return (sequence, first wanted row, how many) for each sequence with wanted rows."""
         counts = Counter(seq for seq, _ in self.out_slots)
         found, first = [], 0
         for seq in self.seqs:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .batch import UBatch, check_tokens, split_equal
+from .drafter import Drafter, check_head
 from .errors import NonFinite, OptionError, StateError
 from .graph.inputs import Sizes
 from .graph.key import GraphKey
@@ -18,6 +19,7 @@ from .history import Checkpoints, History, common_prefix
 from .memory import MIB, HybridMemory, Plan
 
 N_PAD = 256
+PROBE = 4096
 
 
 class Session:
@@ -26,18 +28,21 @@ class Session:
     `n_ctx` cells (rounded up to 256; 0 = what the model was trained for) are shared by all sequences. `n_rollback`
     older states are kept per sequence, so that `rewind` by as many tokens costs nothing; every `checkpoint_every`
     tokens (0 = never) the recurrent states are copied to the host, `checkpoint_mib` at most, oldest dropped first.
-    `graph` is "auto", "plain" (llama.cpp's own graph), "lean" or a GraphOptions. Raises OptionError for a value that
-    means nothing and BackendError when the state does not fit in memory.
+    `mtp` keeps what the NextN head needs, so that `drafter` can guess tokens. `graph` is "auto", "plain" (llama.cpp's
+    own graph), "lean" or a GraphOptions. Raises OptionError for a value that means nothing, BackendError when the state
+    does not fit in memory, UnsupportedModelError for `mtp` and a file without a NextN head.
     """
 
     def __init__(
         self, model, *, n_ctx: int = 4096, n_seq_max: int = 1, n_ubatch: int = 512, type_k: str = "f16",
         type_v: str = "f16", flash_attn: bool | str = "auto", n_rollback: int = 0, checkpoint_every: int = 0,
-        checkpoint_mib: int = 1024, delta_net: str = "auto", graph: str | GraphOptions = "auto",
+        checkpoint_mib: int = 1024, mtp: bool = False, delta_net: str = "auto", graph: str | GraphOptions = "auto",
         n_threads: int | None = None,
     ):  # fmt: skip
         _check_sizes(n_ctx=(n_ctx, 0), n_seq_max=(n_seq_max, 1), n_ubatch=(n_ubatch, 1), n_rollback=(n_rollback, 0),
                      checkpoint_every=(checkpoint_every, 0), checkpoint_mib=(checkpoint_mib, 0))  # fmt: skip
+        if mtp:
+            check_head(model)
         self.model = model
         self.hparams = hp = model.hparams
         self.n_ctx = -(-(n_ctx or hp.n_ctx_train) // N_PAD) * N_PAD
@@ -45,8 +50,9 @@ class Session:
         self.n_ubatch = min(n_ubatch, self.n_ctx)
         self.checkpoint_every = checkpoint_every
         self.options = _resolve_options(model, graph, delta_net, flash_attn)
+        specs = model.arch.state_specs(hp, mtp=True) if mtp else model.arch.state_specs(hp)
         self.memory = HybridMemory(
-            model.arch.state_specs(hp), model.layer_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
+            specs, model.layer_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
             type_k=type_k, type_v=type_v, flash_attn=self.options.flash_attn, n_rollback=n_rollback,
             n_staging=(self.n_ubatch - 1) // checkpoint_every if checkpoint_every else 0,
         )  # fmt: skip
@@ -56,8 +62,10 @@ class Session:
         self.last_reuse = ""
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
-        worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, self.memory.recurrent.keep(n_tokens, self._all_marks(n_tokens)))
+        keep = self.memory.recurrent.keep(n_tokens, self._all_marks(n_tokens))
+        worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
         self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
+        self.drafter = Drafter(hp, self.graphs, self.memory, self.history, self.options) if mtp else None
 
     # decoding
 
@@ -95,7 +103,7 @@ class Session:
         ):
             out, kept = self._run(ubatch, captures)
             captured += [kept] if captures else []
-            for seq, i, n in ubatch.outputs():
+            for seq, i, n in ubatch.outputs:
                 rows[seq].append(out[i : i + n])
         empty = np.empty((0, self.hparams.n_vocab), np.float32)
         return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}, captured
@@ -103,38 +111,48 @@ class Session:
     def _run(self, ubatch: UBatch, captures: tuple[str, ...]) -> tuple[np.ndarray | None, dict]:
         marks = self._marks(ubatch)
         plan = self.memory.plan(ubatch, marks)
-        sizes = Sizes(ubatch.n_seq_tokens, ubatch.n_seqs, len(ubatch.out_rows), plan.n_kv, plan.rs_head, plan.keep)
+        sizes = Sizes(ubatch.n_seq_tokens, ubatch.n_seqs, len(ubatch.out_rows), plan.n_kv, plan.rs_head, plan.keep,
+                      hidden=self.drafter is not None)  # fmt: skip
         built = self.graphs.get(GraphKey(sizes, self.options, captures))
         values = {"inp_tokens": ubatch.tokens, "inp_pos": ubatch.pos, "out_ids": ubatch.out_rows, **plan.inputs}
         out = None if built.logits is None else np.empty((len(ubatch.out_rows), self.hparams.n_vocab), np.float32)
+        hidden = None if built.hidden is None else np.empty((ubatch.n_tokens, self.hparams.n_embd), np.float32)
         try:
-            self.graphs.executor.run(built, values, out)
+            self.graphs.executor.run(built, values, [x for x in (out, hidden) if x is not None])
         except BaseException:
             self.memory.apply(ubatch, plan, failed=ubatch.seqs)
             raise
-        self._finish(ubatch, plan, marks, out)
-        return out, {at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()}
+        kept = {at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()}
+        self._finish(ubatch, plan, marks, out, hidden)
+        if self.drafter:
+            self.drafter.follow(ubatch.seqs)
+        return out, kept
 
-    def _finish(self, ubatch: UBatch, plan: Plan, marks: Sequence[int], out: np.ndarray | None) -> None:
+    def _finish(
+        self, ubatch: UBatch, plan: Plan, marks: Sequence[int], out: np.ndarray | None, hidden: np.ndarray | None
+    ) -> None:
         """Move the cursors, note tokens and logits, take the checkpoints that are due; refuse what is not finite."""
         failed = {}
-        for seq, i, n in ubatch.outputs():
-            if not np.isfinite(np.add.reduce(out[i : i + n], axis=None)):
+        for seq, i, n in ubatch.outputs:
+            # one NaN in the last hidden state makes every logit of its row NaN: a few of them tell
+            if not np.isfinite(out[i : i + n, ::PROBE]).all():
                 failed[seq] = self.memory.recurrent.non_finite(seq, self.memory.n_past[seq] + ubatch.n_seq_tokens)
         self.memory.apply(ubatch, plan, failed)
-        last = {seq: out[i + n - 1] for seq, i, n in ubatch.outputs()}
+        last = {seq: out[i + n - 1] for seq, i, n in ubatch.outputs}
         n_tokens = ubatch.n_seq_tokens
-        for seq, ids in zip(ubatch.seqs, ubatch.tokens.reshape(ubatch.n_seqs, -1).tolist()):
+        for i, (seq, ids) in enumerate(zip(ubatch.seqs, ubatch.tokens.reshape(ubatch.n_seqs, -1).tolist())):
             if seq in failed:
                 continue
-            self.history.extend(seq, ids, last.get(seq))
+            rows = None if hidden is None else hidden[i * n_tokens : (i + 1) * n_tokens]
+            self.history.extend(seq, ids, last.get(seq), rows)
             n_past = self.memory.n_past[seq]
             for mark in marks:
                 slot = self.memory.recurrent.slot_after(seq, n_past - n_tokens, mark, n_tokens, marks)
                 self.checkpoints.add(seq, n_past - n_tokens + mark, self.memory.recurrent.snapshot(slot))
             if self.checkpoint_every and n_past % self.checkpoint_every == 0:
                 self.checkpoint(seq)
-        for seq, layers in failed.items():
+        # attention spreads NaN to every sequence of a ubatch; the one with a sick state brought it in
+        for seq, layers in sorted(failed.items(), key=lambda item: not item[1]):
             where = f"the state of layer {layers[0]}" if layers else "attention or the head"
             raise NonFinite(f"sequence {seq}: the logits are not finite; first seen in {where}")
 

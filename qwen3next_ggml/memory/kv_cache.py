@@ -39,7 +39,9 @@ class KvCache:
                     raise OptionError(f"{what}={dtype.name} needs a head width divisible by {dtype.block_size}, got {n}")
         self.pos = np.full(n_cells, -1, np.int32)
         self.member = np.zeros((n_seq_max, n_cells), bool)
+        self.fed = np.zeros(n_cells, bool)  # cells in which the NextN head has its K and V too
         self.n_used = 0
+        self._n_held = [0] * n_seq_max
         self._top = 0  # one past the highest cell in use
         self._packed = True  # cells 0 … _top − 1 are all in use
         self.layers: dict[int, KvLayer] = {}
@@ -79,6 +81,12 @@ class KvCache:
     def mask(self, ubatch: UBatch, cells: np.ndarray, n_kv: int) -> np.ndarray:
         """Return the mask [n_tokens, n_kv]: 0 where a token may look, −inf elsewhere; f16 for flash attention."""
         dtype = np.float16 if self.flash_attn else np.float32
+        if ubatch.n_seqs == 1 and self._packed and self.n_used == self._n_held[ubatch.seqs[0]]:
+            # nobody else's cells, and none out of order: each token sees one more than the one before
+            mask = np.full((ubatch.n_tokens, n_kv), -np.inf, dtype)
+            for row, cell in enumerate(cells.tolist()):
+                mask[row, : cell + 1] = 0
+            return mask
         pos, member = self.pos[:n_kv].copy(), self.member[list(ubatch.seqs), :n_kv]
         rows = np.arange(ubatch.n_tokens)
         pos[cells] = ubatch.pos
@@ -86,6 +94,22 @@ class KvCache:
         member[rows // ubatch.n_seq_tokens, cells] = True
         visible = member[rows // ubatch.n_seq_tokens] & (pos <= ubatch.pos[:, None])
         return np.where(visible, dtype(0), dtype(-np.inf))
+
+    def nextn_cells(self, seq: int, pos: np.ndarray) -> np.ndarray:
+        """Return the cells of `seq` at `pos`, adjacent positions to its end or beyond, where free cells are taken."""
+        held = np.flatnonzero(self.member[seq] & (self.pos >= pos[0]))
+        held = held[np.argsort(self.pos[held])]
+        new = self.find_cells(len(pos) - len(held))
+        self.apply(seq, pos[len(held) :], new)
+        return np.concatenate([held, new])
+
+    def nextn_mask(self, seq: int, pos: np.ndarray, cells: np.ndarray) -> np.ndarray:
+        """Return the mask of the NextN head for tokens at `pos`, whose K and V go to `cells`: it sees what it was fed."""
+        dtype = np.float16 if self.flash_attn else np.float32
+        n_kv = self.n_kv(cells)
+        seen = self.member[seq, :n_kv] & self.fed[:n_kv]
+        seen[cells] = True
+        return np.where(seen & (self.pos[:n_kv] <= pos[:, None]), dtype(0), dtype(-np.inf))
 
     def v_elements(self, cells: np.ndarray) -> np.ndarray:
         """Return where each value of each token goes in a transposed V cache [n_tokens · n_embd_v_gqa]."""
@@ -99,6 +123,7 @@ class KvCache:
         self.pos[cells] = pos
         self.member[seq, cells] = True
         self.n_used += len(cells)
+        self._n_held[seq] += len(cells)
         self._top = max(self._top, int(cells[-1]) + 1)
         self._packed = self.n_used == self._top
 
@@ -106,7 +131,10 @@ class KvCache:
         """Take `seq` out of every cell at position `n_past` and beyond; cells nobody is left in become free."""
         gone = self.member[seq] & (self.pos >= n_past)
         self.member[seq, gone] = False
-        self.pos[gone & ~self.member.any(axis=0)] = -1
+        free = gone & ~self.member.any(axis=0)
+        self.pos[free] = -1
+        self.fed[free] = False
+        self._n_held[seq] -= int(np.count_nonzero(gone))
         used = np.flatnonzero(self.pos >= 0)
         self.n_used = len(used)
         self._top = int(used[-1]) + 1 if used.size else 0
@@ -115,6 +143,7 @@ class KvCache:
     def fork(self, src: int, dst: int) -> None:
         """Let `dst` share every cell of `src`; they part as each writes cells of its own."""
         self.member[dst] = self.member[src]
+        self._n_held[dst] = self._n_held[src]
 
     def erase(self, cells: np.ndarray) -> None:
         """Write zeros over `cells`: a masked cell still takes part in sums as 0·v, and must not hold NaN."""

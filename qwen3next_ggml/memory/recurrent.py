@@ -5,6 +5,7 @@ reading another slot. Behind the rings lie staging slots for states taken in the
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -69,13 +70,17 @@ class RecurrentMemory:
 
     def inputs(self, ubatch: UBatch, n_past: Sequence[int], kept: Sequence[int], marks: Sequence[int]) -> dict[str, np.ndarray]:
         """Return the rows a graph reads states from and writes them to, for every way of cutting states into rows."""
-        src = np.array([self.slot(s, n_past[s]) for s in ubatch.seqs])
-        dst = np.array([self.slot_after(s, n_past[s], t, ubatch.n_seq_tokens, marks) for t in kept for s in ubatch.seqs])
+        src = tuple(self.slot(s, n_past[s]) for s in ubatch.seqs)
+        dst = tuple(self.slot_after(s, n_past[s], t, ubatch.n_seq_tokens, marks) for t in kept for s in ubatch.seqs)
+        return self._rows(src, dst)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - as many as a ring has turns; they live as long as the session
+    def _rows(self, src: tuple[int, ...], dst: tuple[int, ...]) -> dict[str, np.ndarray]:
         found = {}
         for n_rows in {1, *(s.n_rows for s in self.specs)}:
             offsets = np.arange(n_rows)
-            found[rows_input("rs_s_copy", n_rows)] = (src[:, None] * n_rows + offsets).reshape(-1).astype(np.int32)
-            found[rows_input("rs_s_dst", n_rows)] = (dst[:, None] * n_rows + offsets).reshape(-1)
+            found[rows_input("rs_s_copy", n_rows)] = (np.array(src)[:, None] * n_rows + offsets).reshape(-1).astype(np.int32)
+            found[rows_input("rs_s_dst", n_rows)] = (np.array(dst)[:, None] * n_rows + offsets).reshape(-1)
         return found
 
     def slot_after(self, seq: int, n_past: int, t: int, n_tokens: int, marks: Sequence[int]) -> int:
