@@ -15,17 +15,23 @@ from . import ggml
 class Built:
     """One graph that can be run again and again.
 
-    `inputs` are the inputs the graph reads; `logits` [n_vocab, n_outputs] is None where no row is wanted; `kept`
-    holds captured nodes by (name, occurrence); `device_of` says which device a node belongs to where there are several.
+    `inputs` are the inputs the graph reads; `logits` [n_vocab, n_outputs] is None where no row is wanted, `hidden`
+    [n_embd, …] where nobody asked for it; `kept` holds captured nodes by (name, occurrence); `device_of` says which
+    device a node belongs to where there are several.
     """
 
     ctx: ggml.Context
     graph: ggml.Graph
     inputs: Mapping[str, ggml.Tensor]
     logits: ggml.Tensor | None
+    hidden: ggml.Tensor | None = None
     kept: Mapping[tuple[str, int], tuple[ggml.Tensor, ggml.Tensor]] = field(default_factory=dict)
     device_of: Mapping[ggml.Tensor, int] = field(default_factory=dict)
     step: ggml.Step | None = None
+
+    @property
+    def outputs(self) -> list[ggml.Tensor]:
+        return [x for x in (self.logits, self.hidden) if x is not None]
 
     def close(self) -> None:
         """Free the graph's tensor structs."""
@@ -48,13 +54,12 @@ class OneDevice:
         grew = self._allocator.alloc(built.graph)
         inputs = {name: x for name, x in built.inputs.items() if x.data}
         built.inputs = inputs
-        outputs = [] if built.logits is None else [built.logits]
-        built.step = ggml.Step(self.backend, built.graph, list(inputs.values()), outputs)
+        built.step = ggml.Step(self.backend, built.graph, list(inputs.values()), built.outputs)
         return grew
 
-    def run(self, built: Built, values: Mapping[str, np.ndarray], out: np.ndarray | None) -> None:
-        """Fill the inputs from `values`, compute, and fetch the logits into `out` [n_outputs, n_vocab]."""
-        built.step.run([values[name] for name in built.inputs], [] if out is None else [out])
+    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
+        """Fill the inputs from `values`, compute, and fetch the outputs into `outs`, arrays with the axes reversed."""
+        built.step.run([values[name] for name in built.inputs], list(outs))
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +87,8 @@ class ManyDevices:
         """Nothing is kept placed between runs: the scheduler splits and places a graph each time."""
         return False
 
-    def run(self, built: Built, values: Mapping[str, np.ndarray], out: np.ndarray | None) -> None:
-        """Split, place, fill the inputs from `values`, compute, and fetch the logits into `out` [n_outputs, n_vocab]."""
+    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
+        """Split, place, fill the inputs from `values`, compute, and fetch the outputs into `outs`, axes reversed."""
         self._scheduler.reset()
         self._pin(built)
         self._scheduler.alloc(built.graph)
@@ -91,8 +96,8 @@ class ManyDevices:
             if x.data:
                 x.set(values[name])
         self._scheduler.compute(built.graph)
-        if out is not None:
-            out[:] = built.logits.get().reshape(out.shape)
+        for x, out in zip(built.outputs, outs, strict=True):
+            out[:] = x.get().reshape(out.shape)
 
     def _pin(self, built: Built) -> None:
         for node, device in built.device_of.items():

@@ -57,17 +57,21 @@ class GraphCache:
         ctx = ggml.Context(budget, graph_size=budget)
         graph = ggml.Graph(ctx, budget // 3 if key.captures else budget)
         g = GraphBuilder(ctx, graph, key.options, scales=weights.scales)
-        logits = arch.build_arch_graph(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.state)
+        emit = arch.build_arch_graph_mtp if key.mtp else arch.build_arch_graph
+        logits = emit(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.state)
+        hidden = g.outputs.get("h_nextn")
         layer_of = g.node_layers() if len(self.model.devices) > 1 else {}
         kept = {}
         if key.captures:
             graph, kept = capture(g, graph, lambda name: any(fnmatchcase(name, p) for p in key.captures))
-        if logits is not None:
-            g.set_output(logits)
-        return Built(ctx, graph, g.inputs, logits, kept, {x: self.model.device_index(il) for x, il in layer_of.items()})
+        for x in (logits, hidden):
+            if x is not None:
+                g.set_output(x)
+        return Built(ctx, graph, g.inputs, logits, hidden, kept, {x: self.model.device_index(il) for x, il in layer_of.items()})
 
     def _budget(self, key: GraphKey) -> int:
-        return node_budget(key, self.model.hparams.n_layer_all, self.model.hparams.n_expert_used)
+        n_layer = 1 if key.mtp else self.model.hparams.n_layer
+        return node_budget(key, n_layer, self.model.hparams.n_expert_used)
 
     def _drop_all(self) -> None:
         for built in self._graphs.values():

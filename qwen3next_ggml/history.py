@@ -4,7 +4,7 @@ Knows token counts and host arrays; knows no tensors and no graphs.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,10 +13,19 @@ Snapshot = Mapping[tuple[int, str], np.ndarray]
 
 @dataclass
 class Held:
-    """One sequence: the tokens it holds and the logits [n_vocab] after the last of them, where they were computed."""
+    """One sequence: the tokens it holds and the logits [n_vocab] after the last of them, where they were computed.
+
+    Where a NextN head follows: the final-norm `hidden` [n, n_embd] of the last n tokens, and how many tokens it was `fed`.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logits: np.ndarray | None = None
+    hidden: np.ndarray | None = None
+    fed: int = 0
+
+    @property
+    def n_hidden(self) -> int:
+        return 0 if self.hidden is None else len(self.hidden)
 
 
 class History:
@@ -28,22 +37,28 @@ class History:
     def __getitem__(self, seq: int) -> Held:
         return self._held[seq]
 
-    def extend(self, seq: int, tokens: list[int], logits: np.ndarray | None) -> None:
-        """Append `tokens` to `seq`, with the logits after the last one where there are any."""
+    def extend(self, seq: int, tokens: list[int], logits: np.ndarray | None, hidden: np.ndarray | None = None) -> None:
+        """Append `tokens` to `seq`, with the logits after the last one and the hidden of each where there are any."""
         held = self._held[seq]
         held.tokens += tokens
         held.logits = logits
+        if hidden is not None:
+            held.hidden = np.concatenate([held.hidden, hidden]) if held.n_hidden else hidden
 
     def truncate(self, seq: int, n_past: int) -> None:
         """Keep the first `n_past` tokens of `seq`; the logits go unless nothing else does."""
         held = self._held[seq]
-        if n_past < len(held.tokens):
+        n_gone = len(held.tokens) - n_past
+        if n_gone > 0:
             del held.tokens[n_past:]
             held.logits = None
+            if held.hidden is not None:
+                held.hidden = held.hidden[: max(held.n_hidden - n_gone, 0)]
+            held.fed = min(held.fed, n_past)
 
     def fork(self, src: int, dst: int) -> None:
         """Let `dst` hold what `src` holds."""
-        self._held[dst] = Held(list(self._held[src].tokens), self._held[src].logits)
+        self._held[dst] = replace(self._held[src], tokens=list(self._held[src].tokens))
 
 
 class Checkpoints:

@@ -40,6 +40,7 @@ class GraphBuilder(ggml.Ops):
         self.options = options
         self.scales = scales or {}
         self.inputs: dict[str, ggml.Tensor] = {}
+        self.outputs: dict[str, ggml.Tensor] = {}
         self.expand = graph.expand
         self._on_name = on_name
         self._layer_ends: list[tuple[int, int]] = []
@@ -56,6 +57,11 @@ class GraphBuilder(ggml.Ops):
             x = self.inputs[name] = self.context.new_tensor(dtype, *ne, name=name)
             self.set_input(x)
         return self.inputs[name]
+
+    def output(self, name: str, x: ggml.Tensor) -> None:
+        """Emit `x` and note that it is read beside the logits."""
+        self.expand(x)
+        self.outputs[name] = x
 
     def end_layer(self, x: ggml.Tensor, il: int) -> None:
         """Emit layer `il`'s result and note that all nodes since the last layer belong to it."""

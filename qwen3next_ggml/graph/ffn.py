@@ -84,15 +84,18 @@ def moe(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
     return g.name(out, "ffn_moe_out", il)
 
 
-def shared_expert(g: GraphBuilder, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
-    """Run the shared expert on x [n_embd, n_tokens], scaled by the sigmoid of its own one-row gate."""
+def shared_expert(g: GraphBuilder, wb, x: ggml.Tensor, il: int, *, prefix: str = "") -> ggml.Tensor:
+    """Run the shared expert on x [n_embd, n_tokens], scaled by the sigmoid of its own one-row gate.
+
+    `prefix` goes before the names llama.cpp spells otherwise in its MTP graph.
+    """
     up = g.name(linear(g, wb.ffn_up_shexp, x), "ffn_up", il)
     gate = g.name(linear(g, wb.ffn_gate_shexp, x), "ffn_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_swiglu", il)
-    out = g.name(linear(g, wb.ffn_down_shexp, hidden), "ffn_shexp", il)
+    out = g.name(linear(g, wb.ffn_down_shexp, hidden), f"{prefix}ffn_shexp", il)
     open_ = g.name(linear(g, wb.ffn_gate_inp_shexp, x), "shared_expert_gate", il)  # [1, n_tokens]
-    open_ = g.name(g.sigmoid(open_), "shared_expert_gate_sigmoid", il)
-    return g.name(g.mul(out, open_), "ffn_shexp_gated", il)
+    open_ = g.name(g.sigmoid(open_), f"{prefix}shared_expert_gate_sigmoid", il)
+    return g.name(g.mul(out, open_), f"{prefix}ffn_shexp_gated", il)
 
 
 def moe_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:

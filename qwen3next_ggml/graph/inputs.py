@@ -16,7 +16,7 @@ class Sizes:
 
     `n_kv` is the padded number of cells attention looks at; `rs_head` the first of adjacent recurrent slots, or None
     when slots are reached by index. `keep` are the token counts after which recurrent states are kept, newest first;
-    empty means after the last token only.
+    empty means after the last token only. With `hidden` the final-norm hidden of every token is an output too.
     """
 
     n_seq_tokens: int
@@ -25,6 +25,7 @@ class Sizes:
     n_kv: int
     rs_head: int | None
     keep: tuple[int, ...] = ()
+    hidden: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -54,6 +55,10 @@ class Inputs:
     @property
     def out_ids(self) -> ggml.Tensor:  # [n_outputs]
         return self.g.input("out_ids", types.I32, self.sizes.n_outputs)
+
+    def hidden(self, n_embd: int) -> ggml.Tensor:
+        """Return, for the NextN block, the hidden of the token before each token [n_embd, n_tokens]."""
+        return self.g.input("mtp_h_input", types.F32, n_embd, self.sizes.n_tokens)
 
     @property
     def kq_mask(self) -> ggml.Tensor:  # [n_kv, n_tokens]

@@ -9,11 +9,12 @@ from .options import GraphOptions
 
 @dataclass(frozen=True)
 class GraphKey:
-    """Identify a graph: a change of key rebuilds, nothing else does."""
+    """Identify a graph: a change of key rebuilds, nothing else does. `mtp` is the NextN block instead of the trunk."""
 
     sizes: Sizes
     options: GraphOptions
     captures: tuple[str, ...] = ()
+    mtp: bool = False
 
 
 def node_budget(key: GraphKey, n_layer: int, n_expert_used: int) -> int:

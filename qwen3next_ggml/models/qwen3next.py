@@ -17,6 +17,7 @@ from ..graph.delta_net import delta_net, pair_heads
 from ..graph.ffn import moe_ffn
 from ..graph.inputs import Inputs
 from ..graph.linear import linear
+from ..graph.nextn import nextn_block
 from ..graph.norm import gated_rms_norm, l2_norm, rms_norm
 from ..graph.state import GraphState, KvSpec, RecurrentSpec
 from ..hparams import HParams, Metadata, load_hparams, uniform
@@ -152,7 +153,7 @@ def _declare_linear_attention(block: Block, hp: HParams) -> None:
     gate = block.decl("attn_gate.weight", (n_embd, value_dim), role="linear attention", op="mul_mat")
     qkvz = block.decl(
         "ssm_in.weight", (n_embd, conv_dim + value_dim), role="linear attention", op="mul_mat",
-        parts=tuple(zip((qkv, gate), legacy_rows(hp))), resplit=True,
+        parts=((qkv, lambda: legacy_rows(hp)[0]), (gate, lambda: legacy_rows(hp)[1])), resplit=True,
     )  # fmt: skip
     block.declare_one_of("linear attention input projections", [qkv, gate], [qkvz])
     block.declare("ssm_conv1d.weight", (hp.ssm_d_conv, conv_dim), role="conv")
@@ -203,11 +204,14 @@ def _declare_nextn(block: Block, hp: HParams) -> None:
     block.declare("nextn.embed_tokens.weight", (n_embd, n_vocab), op="get_rows", required=False)
     block.declare("nextn.shared_head_head.weight", (n_embd, n_vocab), op="mul_mat", required=False)
 
-def state_specs(hp: HParams) -> list[KvSpec | RecurrentSpec]:
-    """Return what must survive between two graph runs: K and V, or the conv window "r" and the delta state "s"."""
+def state_specs(hp: HParams, mtp: bool = False) -> list[KvSpec | RecurrentSpec]:
+    """Return what must survive between two graph runs: K and V, or the conv window "r" and the delta state "s".
+
+    With `mtp` the NextN block's K and V too.
+    """
     specs: list[KvSpec | RecurrentSpec] = []
     S, H_k, H_v = hp.ssm_d_state, hp.ssm_n_group, hp.ssm_dt_rank
-    for il in range(hp.n_layer):
+    for il in range(hp.n_layer + mtp):
         if hp.is_recr(il):
             specs.append(RecurrentSpec(il, "r", (hp.ssm_d_conv - 1, S * (2 * H_k + H_v))))
             specs.append(RecurrentSpec(il, "s", (S, S, H_v), n_rows=H_v))
@@ -224,9 +228,10 @@ def inputs(hp: HParams) -> dict[str, int]:
 def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphState) -> Tensor | None:
     """Emit the trunk for one ubatch → logits [n_vocab, n_outputs], or None when no row is wanted.
 
-    The NextN block is loaded but not run here. Mirrors `llama_model_qwen3next::graph`.
+    Where the sizes ask for it, h_nextn [n_embd, n_tokens] is an output too. Mirrors `llama_model_qwen3next::graph`.
     """
-    n_outputs, last = inp.sizes.n_outputs, hp.n_layer - 1
+    n_outputs, hidden, last = inp.sizes.n_outputs, inp.sizes.hidden, hp.n_layer - 1
+    prune = g.options.prune_last and not hidden
     x = g.name(g.get_rows(w.token_embd, inp.tokens), "model.embed_tokens")  # [n_embd, n_tokens]
     g.expand(x)
     for il in range(hp.n_layer):
@@ -238,9 +243,9 @@ def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphS
             x = build_layer_attn_linear(g, hp, wb, inp, state, x, il)
         else:
             x = gated_attention(g, hp, wb, inp, state.kv[il], x, il)
-        if il == last and n_outputs == 0:
+        if il == last and n_outputs == 0 and not hidden:
             return None
-        if il == last and g.options.prune_last and n_outputs < inp.sizes.n_tokens:
+        if il == last and prune and n_outputs < inp.sizes.n_tokens:
             x, residual = g.get_rows(x, inp.out_ids), g.get_rows(residual, inp.out_ids)
 
         x = g.name(g.add(x, residual), "attn_residual", il)
@@ -251,10 +256,33 @@ def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphS
         g.end_layer(x, il)
 
     x = g.name(rms_norm(g, x, w.output_norm, hp.f_norm_rms_eps, -1), "h_nextn")
-    if not g.options.prune_last:
+    if hidden:
+        g.output("h_nextn", x)
+    if n_outputs == 0:
+        return None
+    if not prune:
         x = g.get_rows(x, inp.out_ids)
     x = g.name(x, "result_norm")
     logits = g.name(linear(g, w.output, x), "result_output")  # [n_vocab, n_outputs]
+    g.expand(logits)
+    return logits
+
+
+def build_arch_graph_mtp(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphState) -> Tensor | None:
+    """Emit the NextN block for one ubatch → logits [n_vocab, n_outputs], or None when only its K and V are wanted.
+
+    Each token comes with h_nextn of the token before it; the block's own h_nextn [n_embd, n_outputs], an output too, takes
+    its place one draft further. Embedding, head and norm are the trunk's where the file has no others. Mirrors
+    `llama_model_qwen3next::graph_mtp`.
+    """
+    il, wb = hp.n_layer, w.blk[hp.n_layer]
+    x = nextn_block(g, hp, wb, wb.nextn_embed_tokens or w.token_embd, inp, state.kv[il], il)
+    if x is None:
+        return None
+    norm, head = wb.nextn_shared_head_norm or w.output_norm, wb.nextn_shared_head_head or w.output
+    x = g.name(rms_norm(g, x, norm, hp.f_norm_rms_eps, -1), "h_nextn")
+    g.output("h_nextn", x)
+    logits = g.name(linear(g, head, x), "result_output")
     g.expand(logits)
     return logits
 
