@@ -243,6 +243,7 @@ def _composed(decl: Decl, type: GgmlType, seed: int) -> np.ndarray:
     """Put the rows of the tensors this one is made of where it has them."""
     n_rows = decl.ne[1]
     out = np.empty((int(np.prod(decl.ne[2:])), n_rows, type.row_size(decl.ne[0])), np.uint8)
-    for part, rows in decl.parts:
+    for part, listed in decl.parts:
+        rows = listed()
         out[:, rows] = np.concatenate(list(_raw(part, type, seed))).reshape(len(out), len(rows), -1)
     return out.reshape(-1, out.shape[-1])

@@ -26,6 +26,7 @@ ARCH = kv("general.architecture", STRING, string("qwen3next"))
 ROW = tensor("a", (8,))  # 32 bytes of f32 at offset 0
 GOOD = dict(kvs=[ARCH], tensors=[ROW], data=bytes(32))
 
+# seconds are processor time, which other work on the machine does not stretch; one thread, nothing to wait for.
 # the peak of this process alone: getrusage would count what the parent had when it forked
 PEAK = """
 def peak():
@@ -40,10 +41,10 @@ def opened(tmp_path, raw):
 
 
 def refused(tmp_path, raw, error=GgufError):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(error) as caught:
         opened(tmp_path, raw)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
     text = str(caught.value)
     assert "file.gguf" in text and "\n" not in text and len(text) < 400
     return text
@@ -301,11 +302,10 @@ def test_a_large_vocabulary_opens_fast(tmp_path, toys):
     done = run_python(
         PEAK
         + """
-import time; started = time.perf_counter()
-import sys
+import sys, time
 from qwen3next_ggml.gguf_file import GgufFile
 file = GgufFile.open(sys.argv[1])
-print(file.metadata.length("tokenizer.ggml.tokens"), time.perf_counter() - started, peak())
+print(file.metadata.length("tokenizer.ggml.tokens"), time.process_time(), peak())
 """,
         path,
     )
@@ -409,9 +409,9 @@ def test_changed_bytes(tmp_path_factory, header, seed, n):
             changed[at : at + 8] = u64(rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
     path = tmp_path_factory.getbasetemp() / "fuzz.gguf"
     path.write_bytes(changed)
-    started = time.monotonic()
+    started = time.process_time()
     try:
         whole_load(path)
     except QGraphError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 2

@@ -7,8 +7,10 @@ Knows no device and reads no data.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -24,8 +26,8 @@ class Decl:
     """One tensor the model may have.
 
     `op` is the ggml op that reads it as it is stored: mul_mat, mul_mat_id or get_rows; None means it is read value by
-    value and has to be F32. `parts` says which tensors it is made of: (tensor, its rows in this one), rows counted along
-    the second dimension; with `resplit` it is taken apart into them at load.
+    value and has to be F32. `parts` says which tensors it is made of: (tensor, function that returns its rows in this one),
+    rows counted along the second dimension; with `resplit` it is taken apart into them at load.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Decl:
     required: bool = True
     layer: int | None = None
     load: bool = True
-    parts: tuple[tuple[Decl, np.ndarray], ...] = field(default=(), compare=False)
+    parts: tuple[tuple[Decl, Callable[[], np.ndarray]], ...] = field(default=(), compare=False)
     resplit: bool = False
 
     @property
@@ -80,10 +82,11 @@ class Checked:
     leftovers: tuple[str, ...]
 
 
-def stacked(decls: Sequence[Decl]) -> tuple[tuple[Decl, np.ndarray], ...]:
+def stacked(decls: Sequence[Decl]) -> tuple[tuple[Decl, Callable[[], np.ndarray]], ...]:
     """Return parts that follow each other, in order."""
-    ends = np.cumsum([decl.ne[1] for decl in decls])
-    return tuple((decl, np.arange(end - decl.ne[1], end)) for decl, end in zip(decls, ends))
+    # rows are listed when they are used: before the file is checked, a width from its header may be anything
+    ends = accumulate(decl.ne[1] for decl in decls)
+    return tuple((decl, partial(np.arange, end - decl.ne[1], end)) for decl, end in zip(decls, ends))
 
 
 class TensorTable:

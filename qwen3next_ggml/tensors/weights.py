@@ -143,7 +143,7 @@ class _Planner:
             return [_Item(decl, GgmlType.of("f32"), place, info, lambda: self.floats(info, type))]
         if decl.resplit:
             self.weights.notes.append(f"{decl.name} split into {' and '.join(part.attribute for part, _ in decl.parts)}")
-            return [self.item(part, info, type, lambda rows=rows: self.rows(info, rows)) for part, rows in decl.parts]
+            return [self.item(part, info, type, lambda rows=rows: self.rows(info, rows())) for part, rows in decl.parts]
         return [self.item(decl, info, type, lambda: self.file.data(info.name), whole=True)]
 
     def item(self, decl: Decl, info: TensorInfo, type: GgmlType, read: Callable, whole: bool = False) -> _Item:
