@@ -19,7 +19,7 @@ printed kept. Options marked with a variable fall back on `QGRAPH_<variable>`, t
 
 def render() -> str:
     """Return the page."""
-    group = click.Context(cli, info_name="qgraph")
+    group = click.Context(cli, info_name="qgraph", **cli.context_settings)
     return HEAD + "".join(section(click.Context(cli.get_command(group, name), group, name)) for name in cli.list_commands(group))
 
 

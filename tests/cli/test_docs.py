@@ -20,7 +20,7 @@ def test_the_command_reference_is_up_to_date():
 def test_quoted_code_is_the_code():
     source = (ROOT / "qwen3next_ggml" / "models" / "qwen3next.py").read_text()
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-an-architecture.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 7
+    assert len(blocks) >= 6
     for block in blocks:
         assert block in source
 

@@ -67,7 +67,7 @@ def test_types_are_grouped_by_role(qgraph, bard):
     assert types["gate"] == types["mtp"] == {"f32", "q8_0"}
     assert None not in types
     lines = [line.split() for line in qgraph("inspect", bard).stdout.splitlines()]
-    assert ["gate", "26", "10.80", "K", "15.75", "KiB", "6", "x", "q8_0,", "20", "x", "f32"] in lines
+    assert ["gate", "26", "10.80", "K", "15.75", "KiB", "20", "x", "f32,", "6", "x", "q8_0"] in lines
 
 
 def test_text_shows_every_tensor_once(qgraph, toys):
