@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from .output import emit, note, size
+from .output import emit, note, size, waiting
 
 INTERRUPTED = "interrupted"
 REASONS = {
@@ -51,24 +51,28 @@ class Brake:
         self.pulled = True
 
 
-def stream(steps: Iterator) -> Answer:
-    """Print the text of steps as it comes, to the end of a line.
+def stream(steps: Iterator, *, before: str = "") -> Answer:
+    """Print `before` and the text of steps as it comes, to the end of a line.
 
-    Ctrl-C before the first token raises KeyboardInterrupt; later it ends the answer, which keeps what was printed.
+    Ctrl-C before the first token raises KeyboardInterrupt and prints nothing; later it ends the answer, which keeps what was printed.
     """
-    step = next(steps)
+    with waiting("reading the prompt …"):
+        step = next(steps)
+    emit(before)
     text, tokens = "", []
-    with Brake() as brake:
-        while True:
-            emit(step.text)
-            text += step.text
-            tokens += [] if step.token is None else [step.token]
-            if step.finish_reason or brake.pulled:
-                break
-            step = next(steps)
-    steps.close()
-    if text and not text.endswith("\n"):
-        emit("\n")
+    try:
+        with Brake() as brake:
+            while True:
+                emit(step.text)
+                text += step.text
+                tokens += [] if step.token is None else [step.token]
+                if step.finish_reason or brake.pulled:
+                    break
+                step = next(steps)
+    finally:
+        steps.close()
+        if before + text and not (before + text).endswith("\n"):
+            emit("\n")
     return Answer(text, tokens, step.seed, step.finish_reason or INTERRUPTED, step.timings)
 
 

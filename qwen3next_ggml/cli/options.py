@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import click
 
-from ..errors import OptionError
+from .output import note
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 GRAPHS = ("auto", "plain", "lean")
@@ -127,7 +127,10 @@ class ModelOptions:
         from ..model import load
 
         ggml.provider(self.ggml)
-        return load(self.path, device=_device_names(self.device), repack=self.repack)
+        names = _device_names(self.device)
+        if self.device == "auto":
+            note(f"device: {', '.join(names)}")
+        return load(self.path, device=names, repack=self.repack)
 
 
 def _device_names(wanted: str) -> list[str]:

@@ -59,6 +59,19 @@ def table(rows: Iterable[Sequence[object]], *, right: Sequence[int] = (), indent
 
 
 @contextmanager
+def waiting(for_what: str):
+    """Show a word on stderr while that is a terminal, and take it away at the end."""
+    on_terminal = sys.stderr.isatty()
+    if on_terminal:
+        print(for_what, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if on_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
 def progress(what: str, total: int):
     """Show a bar on stderr while that is a terminal; yields a function that advances it by one."""
     if not sys.stderr.isatty():

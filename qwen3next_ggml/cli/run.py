@@ -8,7 +8,7 @@ from .answers import INTERRUPTED, announce, show_speeds, stream
 from .conversation import Conversation
 from .generation import generation_options
 from .options import json_option, model_options, option, session_options
-from .output import emit, emit_json, note
+from .output import emit_json, note
 from .prompts import prompt_options, template_options
 
 DEFAULT_PROMPT = "ROMEO.\n"
@@ -54,9 +54,7 @@ def command(
             read, steps = text, stream_generate(loaded, text, session=opened, parse_special=not no_parse_special, **settings)
         if show_prompt:
             note(read)
-        if display_prompt and not in_turn:
-            emit(text)
-        answer = stream(steps)
+        answer = stream(steps, before=text if display_prompt and not in_turn else "")
         show_speeds(answer, full=opened.n_past() >= opened.n_ctx)
         if as_json:
             emit_json({"prompt": read, **answer.plain()})

@@ -70,8 +70,9 @@ def test_every_model_option_acts(qgraph, handed):
         qgraph("run", "-n", 1, "--repack", off)
         assert handed["repack"] is False
     for device in ("CPU", "none", "auto", "cpu"):
-        qgraph("run", "-n", 1, "-dev", device)
+        result = qgraph("run", "-n", 1, "-dev", device)
         assert [name.upper() for name in handed["device"]] == ["CPU"]
+        assert ("device: CPU\n" in result.stderr) == (device == "auto")
 
 
 @pytest.mark.parametrize("word, meaning", [("on", "on"), ("1", "on"), ("TRUE", "on"), ("off", "off"), ("0", "off"), ("auto", "auto")])

@@ -162,6 +162,6 @@ def test_logits_that_are_no_numbers_are_an_error(qgraph, toys, tmp_path):
     """C59: never token 0 and success."""
     path = tmp_path / "nan.gguf"
     edit_gguf(toys.t0, path, replace={"output_norm.weight": ("f32", [float("nan")] * 64)})
-    result = qgraph("run", path, "-p", "hi", "-n", 4, "--no-display-prompt")
+    result = qgraph("run", path, "-p", "hi", "-n", 4)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("error: ") and "not finite" in result.stderr and result.stderr.count("\n") == 1

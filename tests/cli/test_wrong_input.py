@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit.gguf_bytes import edit_gguf
 
-PROMPT = ("-p", "hi", "-n", 1, "--no-display-prompt")
+PROMPT = ("-p", "hi", "-n", 1)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_context_no_memory_can_hold(refused):
 
 
 def test_a_prompt_longer_than_the_context(refused):
-    sentence = refused("run", "-c", 256, "-p", "word " * 300, "--no-display-prompt")
+    sentence = refused("run", "-c", 256, "-p", "word " * 300)
     assert sentence.startswith("the prompt has ") and sentence.endswith(" tokens, the context holds 256")
 
 
