@@ -3,7 +3,7 @@
 Knows token counts and host arrays; knows no tensors and no graphs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -41,7 +41,8 @@ class History:
         """Append `tokens` to `seq`, with the logits after the last one and the hidden of each where there are any."""
         held = self._held[seq]
         held.tokens += tokens
-        held.logits = logits
+        # a copy: the caller may write over the rows it was given, and a row would keep all of them alive
+        held.logits = None if logits is None else logits.copy()
         if hidden is not None:
             held.hidden = np.concatenate([held.hidden, hidden]) if held.n_hidden else hidden
 
@@ -61,57 +62,73 @@ class History:
         self._held[dst] = replace(self._held[src], tokens=list(self._held[src].tokens))
 
 
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """Recurrent states after `n_past` tokens that all of `seqs` share."""
+
+    n_past: int
+    values: Snapshot
+    seqs: set[int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.values.values())
+
+
 class Checkpoints:
-    """Recurrent states on the host by (sequence, token count), within a budget in bytes; the oldest go first."""
+    """Recurrent states on the host, oldest first, within a budget in bytes; the oldest go first.
+
+    Like a KV cell, one belongs to a set of sequences and goes when nobody is left in it.
+    """
 
     def __init__(self, budget: int):
         self.budget = budget
-        self.nbytes = 0
-        self._taken: dict[tuple[int, int], Snapshot] = {}
+        self.taken: list[Checkpoint] = []
 
-    def add(self, seq: int, n_past: int, values: Snapshot) -> bool:
-        """Keep `values` as the state of `seq` after `n_past` tokens; False when even alone they exceed the budget."""
-        size = _size(values)
-        if size > self.budget:
+    @property
+    def nbytes(self) -> int:
+        return sum(c.nbytes for c in self.taken)
+
+    def add(self, seqs: Iterable[int], n_past: int, values: Snapshot) -> bool:
+        """Keep `values` as the state of `seqs` after `n_past` tokens; False when even alone they exceed the budget."""
+        new = Checkpoint(n_past, values, set(seqs))
+        if new.nbytes > self.budget:
             return False
-        self._drop((seq, n_past))
-        while self.nbytes + size > self.budget:
-            self._drop(next(iter(self._taken)))
-        self._taken[seq, n_past] = values
-        self.nbytes += size
+        for seq in new.seqs:
+            self._leave(seq, lambda n: n == n_past)
+        while self.nbytes + new.nbytes > self.budget:
+            del self.taken[0]
+        self.taken.append(new)
         return True
 
     def best(self, seq: int, n_past: int) -> int | None:
         """Return the largest token count up to `n_past` that `seq` has a checkpoint of."""
-        return max((n for s, n in self._taken if s == seq and n <= n_past), default=None)
+        return max((n for n in self.of(seq) if n <= n_past), default=None)
 
     def get(self, seq: int, n_past: int) -> Snapshot:
         """Return the states taken of `seq` after `n_past` tokens."""
-        return self._taken[seq, n_past]
+        return next(c.values for c in self.taken if c.n_past == n_past and seq in c.seqs)
 
     def of(self, seq: int) -> list[int]:
         """Return the token counts `seq` has checkpoints of, ascending."""
-        return sorted(n for s, n in self._taken if s == seq)
+        return sorted(c.n_past for c in self.taken if seq in c.seqs)
 
     def forget(self, seq: int, beyond: int = -1) -> None:
         """Drop the checkpoints of `seq` after more than `beyond` tokens."""
-        for at in [at for at in self._taken if at[0] == seq and at[1] > beyond]:
-            self._drop(at)
+        self._leave(seq, lambda n: n > beyond)
 
     def fork(self, src: int, dst: int) -> None:
-        """Give `dst` the checkpoints of `src`, as far as the budget allows."""
+        """Let `dst` share the checkpoints of `src`."""
         self.forget(dst)
-        for n in self.of(src):
-            if (src, n) in self._taken:
-                self.add(dst, n, self._taken[src, n])
+        for c in self.taken:
+            if src in c.seqs:
+                c.seqs.add(dst)
 
-    def _drop(self, at: tuple[int, int]) -> None:
-        values = self._taken.pop(at, None)
-        self.nbytes -= _size(values) if values else 0
-
-
-def _size(values: Snapshot) -> int:
-    return sum(x.nbytes for x in values.values())
+    def _leave(self, seq: int, which: Callable[[int], bool]) -> None:
+        for c in self.taken:
+            if which(c.n_past):
+                c.seqs.discard(seq)
+        self.taken = [c for c in self.taken if c.seqs]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

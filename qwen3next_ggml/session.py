@@ -148,7 +148,7 @@ class Session:
             n_past = self.memory.n_past[seq]
             for mark in marks:
                 slot = self.memory.recurrent.slot_after(seq, n_past - n_tokens, mark, n_tokens, marks)
-                self.checkpoints.add(seq, n_past - n_tokens + mark, self.memory.recurrent.snapshot(slot))
+                self.checkpoints.add([seq], n_past - n_tokens + mark, self.memory.recurrent.snapshot(slot))
             if self.checkpoint_every and n_past % self.checkpoint_every == 0:
                 self.checkpoint(seq)
         # attention spreads NaN to every sequence of a ubatch; the one with a sick state brought it in
@@ -173,35 +173,29 @@ class Session:
 
         Reuses the longest usable prefix: what `tokens` extends, else a state from before the point where they part,
         out of the ring or a checkpoint, else nothing. `last_evaluated` says how many tokens were run, `last_reuse` why.
+        Raises OptionError and ContextFull as `decode` does, with nothing changed.
         """
         ids = check_tokens(tokens, self.hparams.n_vocab, seq)
         self.memory.check_seq(seq)
-        if len(ids) > self.n_ctx:
-            raise OptionError(f"the prompt has {len(ids)} tokens; n_ctx is {self.n_ctx}")
-        held = self.history[seq]
-        wanted = ids.tolist()
-        shared = common_prefix(held.tokens, wanted)
-        if shared == len(held.tokens) == len(wanted) and held.logits is not None:
+        held, wanted = self.history[seq], ids.tolist()
+        n_held, shared = len(held.tokens), common_prefix(held.tokens, wanted)
+        if shared == n_held == len(wanted) and held.logits is not None and self.memory.can_rewind(seq, n_held):
             self.last_evaluated, self.last_reuse = 0, "nothing new: the last logits are still here"
             return held.logits[None].copy()
-        start, self.last_reuse = self._go_back(seq, min(shared, len(wanted) - 1))
-        self.last_evaluated = len(wanted) - start
+        # the last token is run again where its logits are gone
+        limit = min(shared, len(wanted) - 1)
+        start = self._nearest(seq, limit) or 0
+        self.memory.check_after(seq, start, len(wanted) - start)
+        if start == n_held:
+            reuse = f"extends the {n_held} tokens held" if n_held else "nothing was held"
+        elif self.memory.can_rewind(seq, start):
+            reuse = f"rolled back from {n_held} to {start}"
+        else:
+            kept = f"went back to the checkpoint at {start}" if start else "no state from before that is kept, so it starts over"
+            reuse = f"parts from the {n_held} tokens held after {limit}; {kept}"
+        self._go_back(seq, start)
+        self.last_evaluated, self.last_reuse = len(wanted) - start, reuse
         return self.decode(ids[start:], seq=seq)
-
-    def _go_back(self, seq: int, n_past: int) -> tuple[int, str]:
-        """Bring `seq` to the largest token count up to `n_past` that a state exists for; say which and why."""
-        held = len(self.history[seq].tokens)
-        if n_past == held and self.memory.can_rewind(seq, n_past):
-            return n_past, f"extends the {held} tokens held" if held else "nothing was held"
-        if self.memory.can_rewind(seq, n_past):
-            self._rewound(seq, n_past)
-            return n_past, f"rolled back from {held} to {n_past}"
-        checkpoint = self.checkpoints.best(seq, n_past)
-        if checkpoint:
-            self._restore(seq, checkpoint)
-            return checkpoint, f"parts from the {held} tokens held after {n_past}; went back to the checkpoint at {checkpoint}"
-        self.clear(seq)
-        return 0, f"parts from the {held} tokens held after {n_past}; no state from before that is kept, so it starts over"
 
     def rewind(self, seq: int = 0, *, n: int) -> None:
         """Take back the last `n` tokens of `seq`.
@@ -210,26 +204,37 @@ class Session:
         the tokens after it are run again. Raises StateError, with nothing changed, where neither reaches.
         """
         self.memory.check_seq(seq)
-        target = self.memory.n_past[seq] - n
+        n_held = self.memory.n_past[seq]
+        target = n_held - n
         if n < 0 or target < 0:
-            raise StateError(f"sequence {seq} holds {self.memory.n_past[seq]} tokens; {n} cannot be taken back")
-        checkpoint = self.checkpoints.best(seq, target)
-        if target == 0 or self.memory.can_rewind(seq, target) or not checkpoint:
-            self._rewound(seq, target)
-            return
-        again = self.history[seq].tokens[checkpoint:target]
-        self._restore(seq, checkpoint)
+            raise StateError(f"sequence {seq} holds {n_held} tokens; {n} cannot be taken back")
+        start = self._nearest(seq, target)
+        if start is None:
+            self.memory.check_whole(seq)
+            raise StateError(
+                f"sequence {seq} holds {n_held} tokens and cannot go back to {target}: the oldest state kept is that after "
+                f"{self.memory.recurrent.oldest[seq]} tokens, and there is no checkpoint before"
+            )
+        again = self.history[seq].tokens[start:target]
+        self.memory.check_after(seq, start, len(again))
+        self._go_back(seq, start)
         if again:
             self.decode(again, seq=seq)
 
-    def _rewound(self, seq: int, n_past: int) -> None:
-        if n_past != self.memory.n_past[seq] or not self.memory.can_rewind(seq, n_past):
-            self.memory.rewind(seq, n_past)
-            self.history.truncate(seq, n_past)
-            self.checkpoints.forget(seq, n_past)
+    def _nearest(self, seq: int, n_past: int) -> int | None:
+        """Return the largest token count up to `n_past` that `seq` can be brought to without running anything."""
+        if n_past == 0 or self.memory.can_rewind(seq, n_past):
+            return n_past
+        return self.checkpoints.best(seq, n_past)
 
-    def _restore(self, seq: int, n_past: int) -> None:
-        self.memory.restore(seq, n_past, self.checkpoints.get(seq, n_past))
+    def _go_back(self, seq: int, n_past: int) -> None:
+        """Bring `seq` to a token count that `_nearest` gave, or to 0."""
+        if self.memory.can_rewind(seq, n_past):
+            self.memory.rewind(seq, n_past)
+        elif n_past == 0:
+            self.memory.clear(seq)
+        else:
+            self.memory.restore(seq, n_past, self.checkpoints.get(seq, n_past))
         self.history.truncate(seq, n_past)
         self.checkpoints.forget(seq, n_past)
 
@@ -242,7 +247,7 @@ class Session:
     def checkpoint(self, seq: int = 0) -> bool:
         """Copy the recurrent states of `seq` to the host, to go back to; False when the budget has no room for one."""
         self.memory.check({seq: 0})
-        return self.checkpoints.add(seq, self.memory.n_past[seq], self.memory.snapshot(seq))
+        return self.checkpoints.add([seq], self.memory.n_past[seq], self.memory.snapshot(seq))
 
     def clear(self, seq: int = 0) -> None:
         """Forget sequence `seq`; it starts again from zeros."""

@@ -71,7 +71,7 @@ class HybridMemory:
             for spec in mine:
                 owner[type(spec)].declare(ctx, spec)
             buffer = self._owned.enter_context(ggml.alloc_tensors(ctx, device.buffer_type()))
-            # a masked cell still takes part in sums as 0·v, so it must never hold NaN; new sequences start from zeros
+            # a masked cell still takes part in sums as 0·v, so it must never hold NaN
             buffer.clear(0)
             self.recurrent.bind(ctx)
             total += wanted
@@ -80,9 +80,7 @@ class HybridMemory:
     def check(self, wanted: dict[int, int]) -> None:
         """Raise, with nothing moved, unless `wanted` more tokens per sequence fit."""
         for seq, n in wanted.items():
-            self.check_seq(seq)
-            if seq in self._interrupted:
-                raise StateError(f"sequence {seq} was interrupted in the middle of a step; clear it first")
+            self.check_whole(seq)
             if self.n_past[seq] + n > self.n_ctx:
                 raise ContextFull(
                     f"sequence {seq} holds {self.n_past[seq]} tokens and {n} more were handed in; n_ctx is {self.n_ctx}"
@@ -91,6 +89,20 @@ class HybridMemory:
         if self.kv.specs and total > self.kv.n_free:
             raise ContextFull(f"{total} tokens were handed in; {self.kv.n_free} of {self.n_ctx} cells are free")
 
+    def check_after(self, seq: int, n_past: int, n: int) -> None:
+        """Raise ContextFull, with nothing moved, unless `seq` cut back to `n_past` tokens has room for `n` more."""
+        if n_past + n > self.n_ctx:
+            raise ContextFull(f"sequence {seq} was to hold {n_past + n} tokens; n_ctx is {self.n_ctx}")
+        free = self.kv.n_free + self.kv.n_own(seq, n_past)
+        if self.kv.specs and n > free:
+            raise ContextFull(f"{n} tokens are to be run; other sequences leave {free} of {self.n_ctx} cells")
+
+    def check_whole(self, seq: int) -> None:
+        """Raise StateError unless sequence `seq` exists and its last step ran to its end."""
+        self.check_seq(seq)
+        if seq in self._interrupted:
+            raise StateError(f"sequence {seq} stopped in the middle of a step, its state is neither old nor new; clear it first")
+
     def check_seq(self, seq: int) -> None:
         """Raise StateError unless sequence `seq` exists."""
         if not 0 <= seq < len(self.n_past):
@@ -98,6 +110,10 @@ class HybridMemory:
 
     def plan(self, ubatch: UBatch, marks: Sequence[int] = ()) -> Plan:
         """Say where `ubatch` goes, without moving anything; states after `marks` token counts go to staging slots."""
+        for seq in ubatch.seqs:
+            if self.n_past[seq] == 0:
+                # a new sequence starts from zeros, whatever its slot held
+                self.recurrent.clear(seq)
         keep = self.recurrent.keep(ubatch.n_seq_tokens, marks)
         inputs = self.recurrent.inputs(ubatch, self.n_past, keep or (ubatch.n_seq_tokens,), marks)
         cells, n_kv = np.empty(0, np.int64), 0
@@ -113,19 +129,16 @@ class HybridMemory:
     def apply(self, ubatch: UBatch, plan: Plan, failed: Collection[int] = ()) -> None:
         """Move the cursors past a ubatch that has been computed.
 
-        Sequences that `failed` stay where they were, with their new cells erased; one whose only state may have been
+        Sequences that `failed` stay where they were, their new cells free again; one whose only state may have been
         touched must be cleared before it goes on.
         """
         n = ubatch.n_seq_tokens
         for i, seq in enumerate(ubatch.seqs):
-            cells = plan.cells[i * n : (i + 1) * n]
             if seq not in failed:
-                self.kv.apply(seq, ubatch.pos[i * n : (i + 1) * n], cells)
+                self.kv.apply(seq, ubatch.pos[i * n : (i + 1) * n], plan.cells[i * n : (i + 1) * n])
                 self.n_past[seq] += n
                 self.recurrent.applied(seq, self.n_past[seq])
-                continue
-            self.kv.erase(cells)
-            if not self.recurrent.survives(seq, self.n_past[seq], n):
+            elif not self.recurrent.survives(seq, self.n_past[seq], n):
                 self._interrupted.add(seq)
 
     def rewind(self, seq: int, n_past: int) -> None:
@@ -134,6 +147,7 @@ class HybridMemory:
         if n_past == 0:
             self.clear(seq)
             return
+        self.check_whole(seq)
         if not self.can_rewind(seq, n_past):
             raise StateError(
                 f"sequence {seq} holds {self.n_past[seq]} tokens and cannot go back to {n_past}: "
@@ -156,10 +170,8 @@ class HybridMemory:
 
     def fork(self, src: int, dst: int) -> None:
         """Make `dst` a copy of `src`: recurrent states are copied, KV cells shared until they part."""
-        self.check_seq(src)
         self.check_seq(dst)
-        if src in self._interrupted:
-            raise StateError(f"sequence {src} was interrupted in the middle of a step; clear it first")
+        self.check_whole(src)
         if src == dst:
             raise StateError(f"sequence {src} cannot be forked onto itself")
         self.kv.truncate(dst, 0)

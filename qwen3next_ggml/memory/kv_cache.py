@@ -145,18 +145,9 @@ class KvCache:
         self.member[dst] = self.member[src]
         self._n_held[dst] = self._n_held[src]
 
-    def erase(self, cells: np.ndarray) -> None:
-        """Write zeros over `cells`: a masked cell still takes part in sums as 0·v, and must not hold NaN."""
-        for layer in self.layers.values():
-            for x, transposed in ((layer.k, False), (layer.v, not self.flash_attn)):
-                if transposed:
-                    values = x.get().reshape(-1, self.n_cells)
-                    values[:, cells] = 0
-                    x.set(values.astype(np.float16) if x.type == types.F16 else values)
-                else:
-                    row = x.nb[1]
-                    for cell in cells.tolist():
-                        x.memset(0, cell * row, row)
+    def n_own(self, seq: int, n_past: int) -> int:
+        """Return how many cells become free when `seq` is cut back to `n_past` tokens."""
+        return int(np.count_nonzero(self.member[seq] & (self.pos >= n_past) & (self.member.sum(axis=0) == 1)))
 
 
 def _cache_type(what: str, name: str) -> ggml.GgmlType:
