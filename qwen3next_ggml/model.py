@@ -52,7 +52,7 @@ def load(
     except BaseException:
         file.close()
         raise
-    return Model(file, arch, hp, loaded, devices, n_threads or available_cpus())
+    return Model(file, arch, hp, loaded, devices, n_threads or available_cpus(), computes=weights)
 
 
 def available_cpus() -> int:
@@ -63,7 +63,7 @@ def available_cpus() -> int:
 class Model:
     """A loaded model: `hparams`, `weights`, `tokenizer`, `chat_template`, and `session()`."""
 
-    def __init__(self, file, arch, hparams, weights, devices, n_threads):
+    def __init__(self, file, arch, hparams, weights, devices, n_threads, *, computes: bool = True):
         self.file = file
         self.arch = arch
         self.hparams = hparams
@@ -71,6 +71,7 @@ class Model:
         self.devices = devices
         self.layer_devices = [weights.device_of(il) for il in range(hparams.n_layer_all)]
         self.n_threads = n_threads
+        self._computes = computes
 
     @property
     def tensors(self) -> dict:
@@ -95,7 +96,9 @@ class Model:
         return self.devices.index(self.layer_devices[il])
 
     def session(self, **options) -> Session:
-        """Return a new Session; options as there."""
+        """Return a new Session; options as there. Raises OptionError for a model loaded with weights=False."""
+        if not self._computes:
+            raise OptionError("the model was loaded with weights=False; load it with its weights to compute")
         return Session(self, **options)
 
     def close(self) -> None:
