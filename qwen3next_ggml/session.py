@@ -12,9 +12,10 @@ from .drafter import Drafter, check_head
 from .errors import NonFinite, OptionError, StateError
 from .graph.inputs import Sizes
 from .graph.key import GraphKey
-from .graph.options import LEAN, PLAIN, GraphOptions
-from .graph.support import resolve_delta_net, resolve_flash_attn
+from .graph.options import GraphOptions
+from .graph.support import resolve_options
 from .graph_cache import GraphCache
+from .graph_view import GraphView, list_graph
 from .history import Checkpoints, History, common_prefix
 from .memory import MIB, HybridMemory, Plan
 
@@ -49,7 +50,7 @@ class Session:
         self.n_seq_max = n_seq_max
         self.n_ubatch = min(n_ubatch, self.n_ctx)
         self.checkpoint_every = checkpoint_every
-        self.options = _resolve_options(model, graph, delta_net, flash_attn)
+        self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, model.devices)
         specs = model.arch.state_specs(hp, mtp=True) if mtp else model.arch.state_specs(hp)
         self.memory = HybridMemory(
             specs, model.layer_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
@@ -270,6 +271,20 @@ class Session:
         """Return layer `il`'s recurrent states of `seq`: "r" [channels, d_conv − 1], "s" [H_v, S_v, S_k]; empty for attention."""
         return self.memory.recurrent_state(il, seq)
 
+    def graph(self, n_tokens: int = 1, *, lines: bool = False) -> GraphView:
+        """Return, as data, the graph that takes `n_tokens` more tokens of sequence 0; nothing is computed.
+
+        With `lines` every node knows the Python lines that made it. Raises OptionError for more tokens than are computed at once.
+        """
+        limit = 1 if self._one_by_one else self.n_ubatch
+        if not 1 <= n_tokens <= limit:
+            raise OptionError(f"n_tokens is {n_tokens}; this session computes 1 to {limit} tokens at once")
+        n_kv = min(self.n_ctx, -(-(self.n_past() + n_tokens) // N_PAD) * N_PAD)
+        keep = self.memory.recurrent.keep(n_tokens)
+        head = None if keep else self.memory.recurrent.head([0])
+        sizes = Sizes(n_tokens, 1, 1, n_kv, head, keep, hidden=self.drafter is not None)
+        return list_graph(self.model, self.memory.state, GraphKey(sizes, self.options), lines=lines)
+
     # life
 
     def close(self) -> None:
@@ -288,16 +303,3 @@ def _check_sizes(**sizes: tuple[int, int]) -> None:
     for name, (value, low) in sizes.items():
         if value < low:
             raise OptionError(f"{name} must be at least {low}, got {value}")
-
-
-def _resolve_options(model, graph: str | GraphOptions, delta_net: str, flash_attn: bool | str) -> GraphOptions:
-    if isinstance(graph, GraphOptions):
-        return graph
-    # GPUs fuse the node order of llama.cpp's own graph
-    named = {"plain": PLAIN, "lean": LEAN, "auto": LEAN if all(d.kind == "cpu" for d in model.devices) else PLAIN}
-    if graph not in named:
-        raise OptionError(f"graph must be one of {', '.join(named)}, got {graph!r}")
-    return named[graph].but(
-        delta_net=resolve_delta_net(delta_net, model.hparams, model.devices),
-        flash_attn=resolve_flash_attn(flash_attn, model.hparams, model.devices),
-    )

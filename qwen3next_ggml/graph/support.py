@@ -5,7 +5,22 @@ from collections.abc import Sequence
 from .. import ggml
 from ..errors import BackendError, OptionError
 from ..ggml import types
-from .options import DELTA_NETS
+from .options import DELTA_NETS, LEAN, PLAIN, GraphOptions
+
+
+def resolve_options(
+    graph: str | GraphOptions, delta_net: str, flash_attn: bool | str, hp, devices: Sequence[ggml.Device]
+) -> GraphOptions:
+    """Return the options that "auto", "plain" or "lean" and the two choices of op mean on these devices."""
+    if isinstance(graph, GraphOptions):
+        return graph
+    # GPUs fuse the node order of llama.cpp's own graph
+    named = {"plain": PLAIN, "lean": LEAN, "auto": LEAN if all(d.kind == "cpu" for d in devices) else PLAIN}
+    if graph not in named:
+        raise OptionError(f"graph must be one of {', '.join(named)}, got {graph!r}")
+    return named[graph].but(
+        delta_net=resolve_delta_net(delta_net, hp, devices), flash_attn=resolve_flash_attn(flash_attn, hp, devices)
+    )
 
 
 def resolve_delta_net(wanted: str, hp, devices: Sequence[ggml.Device]) -> str:
