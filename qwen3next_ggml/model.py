@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from . import ggml as ggml_layer
 from . import models
 from .errors import OptionError
-from .gguf_file import GgufFile
+from .gguf_file import GgufFile, fingerprint
 from .hparams import Metadata
 from .session import Session
+from .session_file import check_model, open_session_file, restore
 from .tensors import TensorTable, load_weights
 
 if TYPE_CHECKING:
@@ -91,6 +92,11 @@ class Model:
 
         return ChatTemplate.from_metadata(self.file.metadata)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this model from others in a session file."""
+        return fingerprint(self.file)
+
     def device_index(self, il: int) -> int:
         """Return which of `devices` layer `il` lives on."""
         return self.devices.index(self.layer_devices[il])
@@ -100,6 +106,22 @@ class Model:
         if not self._computes:
             raise OptionError("the model was loaded with weights=False; load it with its weights to compute")
         return Session(self, **options)
+
+    def load_session(self, path: str | os.PathLike, *, sampler=None, **changes) -> Session:
+        """Return a session that goes on where the saved one was; `changes` are options that shall differ from its own.
+
+        K and V are converted where their type differs. `sampler` gets back the draws of the one saved with it. Raises
+        StateError for a damaged file, another model's session, or one that does not fit; else what `session` raises.
+        """
+        saved = open_session_file(path)
+        check_model(saved, self)
+        session = self.session(**saved.options | changes)
+        try:
+            restore(saved, session, sampler=sampler)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def close(self) -> None:
         """Free the weights and unmap the file; close sessions first."""

@@ -3,6 +3,7 @@
 A session owns the state of its sequences and its compute buffer; it knows nothing of text.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from .graph_cache import GraphCache
 from .graph_view import GraphView, list_graph
 from .history import Checkpoints, History, common_prefix
 from .memory import MIB, HybridMemory, Plan
+from .session_file import save
 
 N_PAD = 256
 PROBE = 4096
@@ -42,6 +44,8 @@ class Session:
     ):  # fmt: skip
         _check_sizes(n_ctx=(n_ctx, 0), n_seq_max=(n_seq_max, 1), n_ubatch=(n_ubatch, 1), n_rollback=(n_rollback, 0),
                      checkpoint_every=(checkpoint_every, 0), checkpoint_mib=(checkpoint_mib, 0))  # fmt: skip
+        # what was asked for, not what it came to: elsewhere "auto" may come to something else
+        self.settings = {name: x for name, x in locals().items() if name not in ("self", "model", "n_threads")}
         if mtp:
             check_head(model)
         self.model = model
@@ -255,6 +259,13 @@ class Session:
         self.memory.clear(seq)
         self.history.truncate(seq, 0)
         self.checkpoints.forget(seq)
+
+    def save(self, path: str | os.PathLike, *, sampler=None) -> None:
+        """Write everything the session holds to a file for `Model.load_session`, with the draws of `sampler` if given.
+
+        The file is replaced in one step; StateError when it cannot be written, and what was there stays.
+        """
+        save(self, path, sampler=sampler)
 
     # looking
 

@@ -247,6 +247,16 @@ class Tensor:
         rows = np.ndarray((*shape[:-1], row), np.uint8, raw, strides=(*nb[1 : len(shape)][::-1], 1))
         return dequantize(kind, rows, shape[-1])
 
+    def raw(self, offset: int = 0, size: int | None = None) -> np.ndarray:
+        """Copy `size` bytes (the rest by default) out as they are stored -> uint8 [size]."""
+        self._check_open("raw")
+        size = self.nbytes - offset if size is None else size
+        self._check_range("raw", offset, size)
+        out = np.empty(size, np.uint8)
+        if size:
+            lib.ggml_backend_tensor_get(self._p, ffi.from_buffer(out), offset, size)
+        return out
+
     def memset(self, value: int, offset: int = 0, size: int | None = None) -> None:
         """Fill `size` bytes (the rest by default) with one byte."""
         self._check_open("memset")

@@ -168,6 +168,19 @@ class HybridMemory:
         self.n_past[seq] = n_past
         self._interrupted.discard(seq)
 
+    def resume(self, seq: int, n_past: int, snapshots: dict[int, dict[tuple[int, str], np.ndarray]]) -> None:
+        """Let an empty `seq`, whose KV cells are in place, hold `n_past` tokens; without snapshots it must be cleared first."""
+        self.n_past[seq] = n_past
+        if snapshots:
+            self.recurrent.restore_ring(seq, snapshots)
+        elif self.recurrent.specs:
+            self._interrupted.add(seq)
+
+    def snapshots(self, seq: int) -> range:
+        """Return the token counts whose recurrent states `seq` can go back to; none when its last step did not end."""
+        kept = self.recurrent.kept(seq, self.n_past[seq])
+        return kept[:0] if seq in self._interrupted else kept
+
     def fork(self, src: int, dst: int) -> None:
         """Make `dst` a copy of `src`: recurrent states are copied, KV cells shared until they part."""
         self.check_seq(dst)

@@ -134,11 +134,18 @@ class KvCache:
         free = gone & ~self.member.any(axis=0)
         self.pos[free] = -1
         self.fed[free] = False
-        self._n_held[seq] -= int(np.count_nonzero(gone))
-        used = np.flatnonzero(self.pos >= 0)
+        self._recount()
+
+    def _recount(self) -> None:
+        used = self.used()
         self.n_used = len(used)
+        self._n_held = np.count_nonzero(self.member, axis=1).tolist()
         self._top = int(used[-1]) + 1 if used.size else 0
         self._packed = self.n_used == self._top
+
+    def used(self) -> np.ndarray:
+        """Return the cells in use, ascending."""
+        return np.flatnonzero(self.pos >= 0)
 
     def fork(self, src: int, dst: int) -> None:
         """Let `dst` share every cell of `src`; they part as each writes cells of its own."""
@@ -148,6 +155,50 @@ class KvCache:
     def n_own(self, seq: int, n_past: int) -> int:
         """Return how many cells become free when `seq` is cut back to `n_past` tokens."""
         return int(np.count_nonzero(self.member[seq] & (self.pos >= n_past) & (self.member.sum(axis=0) == 1)))
+
+    # contents, one row of stored bytes per cell whatever the layout; `what` is "k" or "v"
+
+    def read(self, il: int, what: str, cells: np.ndarray) -> np.ndarray:
+        """Return what ascending `cells` of layer `il` hold: uint8 [n, row]."""
+        x, row = getattr(self.layers[il], what), self.row_size(il, what)
+        if self._is_transposed(what):
+            values = x.raw().view(f"u{x.type.type_size}").reshape(-1, self.n_cells)  # [n_embd_v, n_cells]
+            return np.ascontiguousarray(values[:, cells].T).view(np.uint8)
+        parts = [x.raw(run[0] * row, len(run) * row) for run in _runs(cells)]
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(-1, row)
+
+    def write(self, il: int, what: str, cells: np.ndarray, rows: np.ndarray) -> None:
+        """Let ascending `cells` of layer `il` hold rows, uint8 [n, row]."""
+        x, row = getattr(self.layers[il], what), self.row_size(il, what)
+        if self._is_transposed(what):
+            values = x.raw().view(f"u{x.type.type_size}").reshape(-1, self.n_cells)
+            values[:, cells] = rows.view(values.dtype).T
+            x.set(values.reshape(-1).view(np.uint8))
+            return
+        done = 0
+        for run in _runs(cells):
+            x.set(rows[done : done + len(run)], run[0] * row)
+            done += len(run)
+
+    def row_size(self, il: int, what: str) -> int:
+        """Return the bytes of one cell of layer `il`."""
+        spec, dtype = self.layers[il].spec, self.type_k if what == "k" else self.type_v
+        return dtype.row_size(spec.n_head_kv * (spec.n_embd_head_k if what == "k" else spec.n_embd_head_v))
+
+    def occupy(self, cells: np.ndarray, pos: np.ndarray, seqs: Sequence[int], member: np.ndarray, fed: np.ndarray) -> None:
+        """Take `cells` of an empty cache into use: their positions, whose they are [n_seqs, n], which the NextN head has too."""
+        self.pos[cells], self.fed[cells] = pos, fed
+        for seq, own in zip(seqs, member):
+            self.member[seq, cells] = own
+        self._recount()
+
+    def _is_transposed(self, what: str) -> bool:
+        return what == "v" and not self.flash_attn
+
+
+def _runs(cells: np.ndarray) -> list[np.ndarray]:
+    """Cut ascending cells where one is not the neighbour of the one before."""
+    return np.split(cells, np.flatnonzero(np.diff(cells) != 1) + 1)
 
 
 def _cache_type(what: str, name: str) -> ggml.GgmlType:

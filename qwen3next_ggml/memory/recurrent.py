@@ -4,7 +4,7 @@ The state of sequence s after n tokens lies in slot s·K + n mod K, K = n_rollba
 reading another slot. Behind the rings lie staging slots for states taken in the middle of a ubatch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -121,11 +121,21 @@ class RecurrentMemory:
         """Copy one slot of every state to the host, flat float32."""
         return {at: views[slot].get() for at, views in self._views.items()}
 
-    def restore(self, seq: int, n_past: int, values: dict[tuple[int, str], np.ndarray]) -> None:
-        """Put a snapshot back as the state of `seq` after `n_past` tokens; older ones are forgotten."""
+    def restore(self, seq: int, n_past: int, values: Mapping[tuple[int, str], np.ndarray]) -> None:
+        """Put a snapshot back as the state of `seq` after `n_past` tokens; all others are forgotten."""
         for at, views in self._views.items():
             views[self.slot(seq, n_past)].set(values[at])
         self.oldest[seq] = n_past
+
+    def restore_ring(self, seq: int, snapshots: Mapping[int, Mapping[tuple[int, str], np.ndarray]]) -> None:
+        """Put snapshots back as the states of `seq` after adjacent token counts, as many as the ring holds."""
+        for n_past in sorted(snapshots)[-self.ring :]:
+            self.restore(seq, n_past, snapshots[n_past])
+        self.oldest[seq] = max(min(snapshots), max(snapshots) - self.ring + 1)
+
+    def kept(self, seq: int, n_past: int) -> range:
+        """Return the token counts of `seq`, which holds `n_past`, whose states are in its ring."""
+        return range(self.oldest[seq], n_past + 1)
 
     def read(self, il: int, name: str, slot: int) -> np.ndarray:
         """Return a state in numpy order of its spec: conv [channels, d_conv − 1], delta [H, S_v, S_k]."""
