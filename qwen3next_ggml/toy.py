@@ -20,6 +20,7 @@ import numpy as np
 
 from . import models
 from .errors import OptionError, TensorError
+from .geometry import stored_type
 from .ggml import GgmlType, types
 from .hparams import Metadata
 from .tensors import Decl, TensorTable
@@ -147,10 +148,7 @@ def _stored_type(decl: Decl, type: GgmlType, overrides: Mapping[str, str]) -> Gg
             if decl.ne[0] % wanted.block_size:
                 raise TensorError(f"{decl.name} has rows of {decl.ne[0]}, {name} needs a multiple of {wanted.block_size}")
             return wanted
-    # what llama.cpp's quantiser leaves alone: vectors, convolutions, routers
-    if decl.op is None or len(decl.ne) == 1 or "ffn_gate_inp" in decl.name:
-        return types.F32
-    return types.F16 if decl.ne[0] % type.block_size else type
+    return stored_type(decl, type)
 
 
 def _write(path: Path, values: dict[str, Any], plan: list[tuple[Decl, GgmlType]], seed: int) -> None:
