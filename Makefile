@@ -38,7 +38,7 @@ fuzz: .venv/installed-test ## run the property tests with many more examples
 	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest $(PYTEST_ARGS) -m hypothesis tests
 
 lint: .venv/installed-lint ## check the style of the Python files
-	$(PY) -m ruff check .
+	$(PY) -m ruff check --select E4,E7,E9,F .
 
 clean: ## remove .venv and everything built
 	rm -rf .venv build dist .pytest_cache .hypothesis

@@ -84,8 +84,8 @@ def build_time(folder, *, provider, n_repeats=21):
 
 def load_time(path, *, provider, n_repeats=5):
     """Seconds from a path to a session that can decode, imports not counted, each in a fresh process; the median."""
-    seconds = [float(subprocess.run([sys.executable, "-c", LOAD, str(path), provider], check=True, capture_output=True, text=True).stdout)
-               for _ in range(n_repeats)]
+    command = [sys.executable, "-c", LOAD, str(path), provider]
+    seconds = [float(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(n_repeats)]
     return {"load_s": statistics.median(seconds), "file_gib": Path(path).stat().st_size / 2**30}
 
 

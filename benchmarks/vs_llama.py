@@ -57,7 +57,8 @@ class Row:
 def check_equivalence(ours, theirs, *, n_prompt, n_vocab, limit) -> Equivalence:
     """Feed both sides the same prompt and continuation.
 
-    A top-1 that differs counts as agreeing where their own lead is a near-tie, below 1e-3 of the logits' spread.
+    A top-1 that differs counts as agreeing where their own lead is a near-tie: no more of the logits' spread than the limit
+    allows two values to move apart.
     """
     rng = np.random.default_rng(1)
     prompt, continuation = (rng.integers(0, n_vocab, n).tolist() for n in (n_prompt, N_FORCED))
@@ -67,7 +68,8 @@ def check_equivalence(ours, theirs, *, n_prompt, n_vocab, limit) -> Equivalence:
         return Equivalence(float("inf"), float("inf"), 0.0, limit)
     error, size = ((a - b) ** 2).sum(-1), (b**2).sum(-1)
     lead = b.max(-1) - np.take_along_axis(b, a.argmax(-1)[:, None], -1)[:, 0]
-    return Equivalence(float(error.sum() / size.sum()), float((error / size).max()), float((lead <= 1e-3 * b.std()).mean()), limit)
+    agree = lead <= (2 * limit) ** 0.5 * b.std()
+    return Equivalence(float(error.sum() / size.sum()), float((error / size).max()), float(agree.mean()), limit)
 
 
 def measure(ours, theirs, test, verb, args, n_tokens, rounds) -> Row:
@@ -92,7 +94,7 @@ def run_rows(ours, theirs, *, prompts, decodes, depth, rounds, n_vocab):
 
 @dataclass(frozen=True)
 class MachineClock:
-    """CPU time since boot: all of it, the part spent working, the part taken by other virtual machines, the part of given processes."""
+    """CPU time since boot: all of it, spent working, taken by other virtual machines, spent by given processes."""
     total: float
     busy: float
     steal: float
@@ -142,9 +144,11 @@ def parse_args(argv):
     parser.add_argument("-t", "--threads", type=int, default=os.cpu_count(), help="threads of each side (all CPUs)")
     parser.add_argument("-ub", "--ubatch-size", type=int, default=512, help="tokens computed at once (512)")
     parser.add_argument("-fa", "--flash-attn", type=int, choices=(0, 1), default=1, help="flash attention (1)")
-    parser.add_argument("--repack", type=int, choices=(0, 1), default=0, help="repacked weights on both sides (0: mapped as they are)")
-    parser.add_argument("--provider", default="llama_cpp", help="our libggml: llama_cpp, the one llama.cpp runs on, or ggml_python")
-    parser.add_argument("--ours", choices=("ours", "llama.cpp"), default="ours", help="llama.cpp: against itself, shows the noise")
+    parser.add_argument("--repack", type=int, choices=(0, 1), default=0, help="repack weights on both sides (0: as mapped)")
+    parser.add_argument("--provider", default="llama_cpp", help="our libggml: llama_cpp (llama.cpp's own) or ggml_python")
+    parser.add_argument("--graph", default="auto", help="our graph: auto, plain (llama.cpp's own) or lean (auto)")
+    parser.add_argument("--ours", choices=("ours", "llama.cpp"), default="ours",
+                        help="llama.cpp: against itself, which shows the noise of the machine")
     args = parser.parse_args(argv)
     if args.rounds < 1 or not (args.n_prompt or args.n_gen):
         parser.error("nothing to measure: expected -r of at least 1 and a length in -p or -n")
@@ -152,16 +156,20 @@ def parse_args(argv):
 
 
 def nmse_limit(args) -> float:
-    """With the same libggml and mapped weights the kernels are equal; other versions and repacked weights add in another order,
-    which moves some experts' near-ties in a quantised model."""
-    return 1e-6 if args.provider == "llama_cpp" and not args.repack else 1e-3
+    """llama.cpp's own graph on the same libggml and mapped weights must give its numbers.
+
+    Everything else adds in another order, and quantised products round their activations: a last-bit difference of 1e-13 was seen
+    to end as 2e-4 after one rounding fell the other way.
+    """
+    return 1e-6 if args.graph == "plain" and args.provider == "llama_cpp" and not args.repack else 1e-3
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
     n_ctx = -(-(max([*args.n_prompt, *(args.depth + n for n in args.n_gen)]) + N_FORCED) // 256) * 256
     config = EngineConfig(model=args.model, n_ctx=n_ctx, n_ubatch=args.ubatch_size, n_threads=args.threads,
-                          flash_attn=bool(args.flash_attn), repack=bool(args.repack), provider=args.provider)
+                          flash_attn=bool(args.flash_attn), repack=bool(args.repack), provider=args.provider,
+                          graph=args.graph)
     with Worker(args.ours, config) as ours, Worker("llama.cpp", config) as theirs:
         n_vocab = ours.call("forced_logits", [0], []).shape[-1]
         equivalence = check_equivalence(ours, theirs, n_prompt=max([*args.n_prompt, 1]), n_vocab=n_vocab, limit=nmse_limit(args))

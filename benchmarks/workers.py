@@ -26,6 +26,7 @@ class EngineConfig:
     use_mmap: bool = True
     type_kv: str = "f16"
     provider: str = "llama_cpp"
+    graph: str = "auto"
 
 
 class LlamaEngine:
@@ -34,8 +35,9 @@ class LlamaEngine:
     def __init__(self, config: EngineConfig):
         from tests.kit.llama_api import Llama, LlamaOptions
         self.llama = Llama(config.model, LlamaOptions(
-            n_ctx=config.n_ctx, n_batch=config.n_ctx, n_ubatch=config.n_ubatch, n_threads=config.n_threads, use_mmap=config.use_mmap,
-            flash_attn=config.flash_attn, repack=config.repack, type_k=config.type_kv, type_v=config.type_kv))
+            n_ctx=config.n_ctx, n_batch=config.n_ctx, n_ubatch=config.n_ubatch, n_threads=config.n_threads,
+            flash_attn=config.flash_attn, type_k=config.type_kv, type_v=config.type_kv,
+            use_mmap=config.use_mmap, repack=config.repack))
         self.name = f"llama.cpp, ggml {self.llama.ggml_version}"
         self.n_past = 0
 
@@ -61,8 +63,9 @@ class OurEngine:
         from qwen3next_ggml import ggml
         self.model = qwen3next_ggml.load(config.model, ggml=config.provider, n_threads=config.n_threads,
                                          repack=config.repack, mmap=config.use_mmap)
-        self.session = self.model.session(n_ctx=config.n_ctx, n_ubatch=config.n_ubatch, flash_attn=config.flash_attn,
-                                          type_k=config.type_kv, type_v=config.type_kv)
+        self.session = self.model.session(
+            n_ctx=config.n_ctx, n_ubatch=config.n_ubatch, flash_attn=config.flash_attn,
+            type_k=config.type_kv, type_v=config.type_kv, graph=config.graph)
         self.name = f"ours, ggml {ggml.provider().version}"
 
     def clear(self):

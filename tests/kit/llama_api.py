@@ -51,7 +51,8 @@ class Node:
 class _Tensor(ctypes.Structure):
     """The head of struct ggml_tensor, up to its sources (ggml.h of 0.15 to 0.25)."""
     _fields_ = [("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
-                ("op", ctypes.c_int), ("op_params", ctypes.c_int32 * 16), ("flags", ctypes.c_int32), ("src", ctypes.c_void_p * 10)]
+                ("op", ctypes.c_int), ("op_params", ctypes.c_int32 * 16), ("flags", ctypes.c_int32),
+                ("src", ctypes.c_void_p * 10)]
 
 
 _FLAG_INPUT = 1
@@ -60,7 +61,7 @@ _NUMPY_TYPES = {"F32": "f4", "F16": "f2", "F64": "f8", "I8": "i1", "I16": "i2", 
 
 @lru_cache(maxsize=None)
 def _ggml():
-    """The few ggml entries used here, looked up through libllama so that they are its own; every type is stated (64-bit pointers)."""
+    """The few ggml entries used here, looked up through libllama, so its own; all types stated, so pointers keep 64 bits."""
     from llama_cpp.llama_cpp import _lib as lib
     pointer = ctypes.c_void_p
     for name, result, arguments in [
