@@ -11,7 +11,8 @@ from time import perf_counter
 import numpy as np
 
 from .errors import ContextFull, OptionError
-from .sampler import Sampler, SamplerParams
+from .sampler import Proposal, Sampler, SamplerParams
+from .speculative import DraftStats, SpecParams
 
 LogitsProcessor = Callable[[list[int], np.ndarray], np.ndarray]
 
@@ -34,7 +35,7 @@ class Step:
 
     token: None if none was wanted (n_predict 0). text: whole characters only, without a stop string. n_past: tokens the
     sequence holds, without this one. finish_reason: None, or on the last step "eog", "length" or "stop".
-    timings: on the last step.
+    timings: on the last step; drafts too, where tokens were drafted.
     """
 
     token: int | None
@@ -43,21 +44,25 @@ class Step:
     seed: int
     finish_reason: str | None = None
     timings: Timings | None = None
+    drafts: DraftStats | None = None
 
 
 def stream_generate(
     model, prompt: str | Sequence[int], *, n_predict: int = -1, session=None, seq: int = 0, special: bool = False,
     parse_special: bool = False, ignore_eos: bool = False, stop: str | Sequence[str] = (),
-    logits_processors: Sequence[LogitsProcessor] = (), params: SamplerParams | None = None, **sampling,
+    logits_processors: Sequence[LogitsProcessor] = (), params: SamplerParams | None = None, spec_type: str = "none",
+    spec_draft_n_max: int | str = 3, spec_draft_p_min: float = 0.0, **sampling,
 ) -> Iterator[Step]:  # fmt: skip
     """Continue a prompt; yields a Step for each token.
 
     n_predict: tokens wanted at most, -1 until the context is full. session: its sequence `seq` is brought to the prompt,
     keeping what the prompt extends; without one a session of the model's is made and closed. special: control tokens show
     in the text. parse_special: their texts in the prompt become them. stop: strings that end the text.
-    logits_processors: called with all tokens so far and logits [n_vocab], return logits. params and further names are
-    fields of SamplerParams. Raises OptionError at the call; while running, ContextFull before anything is evaluated, and
-    NonFinite.
+    logits_processors: called with all tokens so far and logits [n_vocab], return logits. spec_type: "draft-mtp" lets the
+    file's NextN head guess tokens ahead, as in SpecParams; temp 0 gives the text it gives without, other settings the same
+    distribution. A session handed in must be made for it, and holds guessed tokens too between two steps. params and
+    further names are fields of SamplerParams. Raises OptionError at the call, UnsupportedModelError where there is no head;
+    while running, ContextFull before anything is evaluated, and NonFinite.
     """
     if n_predict < -1:
         raise OptionError(f"n_predict is {n_predict}, expected -1 (until the context is full) or more")
@@ -67,9 +72,11 @@ def stream_generate(
     params = replace(params or SamplerParams(), **sampling)
     if ignore_eos:
         params = replace(params, logit_bias={**params.logit_bias, **dict.fromkeys(model.tokenizer.eog, -np.inf)})
+    spec = SpecParams(spec_type, spec_draft_n_max, spec_draft_p_min)
+    spec.check(model, session)
     tokens = _prompt_tokens(model, prompt, parse_special)
     choose = _Chooser(tokens, Sampler(params), tuple(logits_processors))
-    return _generate(model, session, seq, choose, _TextOut(model.tokenizer.stream(special=special), stops), n_predict)
+    return _generate(model, session, seq, choose, _TextOut(model.tokenizer.stream(special=special), stops), n_predict, spec)
 
 
 def _prompt_tokens(model, prompt, parse_special: bool) -> list[int]:
@@ -95,13 +102,13 @@ class _Chooser:
         for token in tokens:
             sampler.accept(token)
 
-    def __call__(self, logits: np.ndarray) -> int:
+    def __call__(self, logits: np.ndarray, proposal: Proposal | None = None) -> int:
         n_vocab = len(logits)
         for process in self.processors:
             logits = np.asarray(process(list(self.tokens), logits), np.float32)
             if logits.shape != (n_vocab,):
                 raise OptionError(f"a logits processor returned shape {list(logits.shape)}, expected [{n_vocab}]")
-        token = self.sampler.sample(logits)
+        token = self.sampler.sample(logits, proposal)
         self.sampler.accept(token)
         self.tokens.append(token)
         return token
@@ -133,8 +140,13 @@ class _TextOut:
         return text[:len(text) - n_held], False
 
 
-def _generate(model, session, seq: int, choose: _Chooser, out: _TextOut, n_predict: int) -> Iterator[Step]:
-    with nullcontext(session) if session is not None else model.session() as session:
+def _generate(
+    model, session, seq: int, choose: _Chooser, out: _TextOut, n_predict: int, spec: SpecParams
+) -> Iterator[Step]:
+    with (
+        nullcontext(session) if session is not None else model.session(**spec.session_options()) as session,
+        spec.lookahead(session, choose.sampler.propose, seq=seq) as ahead,
+    ):
         n_prompt, seed = choose.n_prompt, choose.sampler.seed
         if n_prompt > session.n_ctx:
             raise ContextFull(f"the prompt has {n_prompt} tokens, the context holds {session.n_ctx}")
@@ -148,18 +160,23 @@ def _generate(model, session, seq: int, choose: _Chooser, out: _TextOut, n_predi
         if n_wanted == 0:
             yield Step(None, "", session.n_past(seq), seed, "length", _timings(*prompt, 0, 0.0))
         for n_done in range(1, n_wanted + 1):
-            start = perf_counter()
-            if n_done > 1:
+            start, proposal = perf_counter(), None
+            if n_done > 1 and ahead:
+                logits, proposal = ahead.after(choose.tokens[-1], n_left=n_wanted - n_done + 1)
+            elif n_done > 1:
                 logits = session.decode(choose.tokens[-1:], seq=seq)[-1]
-            token = choose(logits)
+            token = choose(logits, proposal)
             text, stopped = out.push(token)
             ended = "eog" if model.tokenizer.is_eog(token) else "stop" if stopped else None
             finish = ended or ("length" if n_done == n_wanted else None)
             if finish in ("eog", "length"):
                 text += out.flush()
+            if finish and ahead:
+                ahead.settle()
             predicted_s += perf_counter() - start
             timings = _timings(*prompt, n_done, predicted_s) if finish else None
-            yield Step(token, text, session.n_past(seq), seed, finish, timings)
+            drafts = ahead.stats() if finish and ahead else None
+            yield Step(token, text, n_prompt + n_done - 1, seed, finish, timings, drafts)
             if finish:
                 return
 

@@ -112,6 +112,13 @@ class Candidates(NamedTuple):
         return weights / weights.sum(dtype=np.float64)
 
 
+class Proposal(NamedTuple):
+    """A token guessed before its logits were known, and the distribution it was drawn from."""
+
+    token: int
+    drawn_from: Candidates
+
+
 @lru_cache(maxsize=4)
 def _all_ids(n_vocab: int) -> np.ndarray:
     ids = np.arange(n_vocab)
@@ -198,6 +205,28 @@ def penalties(c: Candidates, counts: Mapping[int, int], repeat: float, freq: flo
     return c._replace(logits=logits, ordered=False)
 
 
+def draw(c: Candidates, weights: np.ndarray, at: float) -> int:
+    """Return the token at `at` in [0, 1) of the running sum of weights [n] over the candidates."""
+    sums = np.cumsum(weights, dtype=np.float64)
+    return int(c.ids[np.searchsorted(sums, sums[-1] * at)])
+
+
+def verify(c: Candidates, proposal: Proposal, uniform: Callable[[], float]) -> int:
+    """Return the proposed token with probability min(1, p/q), else one of what p has more than q: in sum a draw from p.
+
+    p are the probabilities of c, q those the proposal was drawn from (speculative sampling, arXiv:2211.17192).
+    """
+    p, q = c.probabilities(), proposal.drawn_from
+    order = np.argsort(q.ids)
+    at = order[np.minimum(np.searchsorted(q.ids, c.ids, sorter=order), len(order) - 1)]
+    q_of_c = np.where(q.ids[at] == c.ids, q.probabilities()[at], 0.0)
+    here = np.flatnonzero(c.ids == proposal.token)
+    if here.size and uniform() * q_of_c[here[0]] < p[here[0]]:
+        return proposal.token
+    rest = np.maximum(p - q_of_c, 0.0)
+    return draw(c, rest if rest.any() else p, uniform())
+
+
 class Twister:
     """C++'s std::mt19937 and its uniform distributions over [0, 1), so that draws equal llama.cpp's."""
 
@@ -213,6 +242,8 @@ class Twister:
         return min(float(np.float32(self._bits.random_raw()) / np.float32(2**32)), 1 - 2**-24)
 
 
+# steps that look at more than the logits: a proposal is made without them
+_NOT_OF_LOGITS = ("penalties", "xtc")
 # steps that never lose the most likely token, and so cannot change a greedy choice
 _KEEP_THE_BEST = ("top_k", "top_p", "min_p", "top_n_sigma")
 
@@ -229,9 +260,11 @@ class Sampler:
         """Forget the tokens accepted and start the random numbers over."""
         self._history: deque[int] = deque(maxlen=self.params.penalty_last_n)
         self._draws, self._xtc_draws = Twister(self.seed), Twister(self.seed)
-        self._steps = self._active_steps()
+        active = self._active_steps()
+        self._steps = [step for _, step in active]
+        self._proposing_steps = [step for name, step in active if name not in _NOT_OF_LOGITS]
 
-    def _active_steps(self) -> list[Callable[[Candidates], Candidates]]:
+    def _active_steps(self) -> list[tuple[str, Callable[[Candidates], Candidates]]]:
         p = self.params
         penalised = p.penalty_last_n and (p.penalty_repeat, p.penalty_freq, p.penalty_present) != (1, 0, 0)
         steps = {
@@ -252,7 +285,7 @@ class Sampler:
                     active.pop()
             if steps.get(name) is not None:
                 active.append(name)
-        return [steps[name] for name in active]
+        return [(name, steps[name]) for name in active]
 
     def _penalise(self, c: Candidates) -> Candidates:
         p = self.params
@@ -284,8 +317,19 @@ class Sampler:
         logits[list(ids)] += np.array(biases, np.float32)
         return logits
 
-    def sample(self, logits: np.ndarray) -> int:
-        """Choose a token from logits [n_vocab]; `accept` is the caller's. Raises NonFinite, OptionError."""
+    def sample(self, logits: np.ndarray, proposal: Proposal | None = None) -> int:
+        """Choose a token from logits [n_vocab], the proposed one where that may stand; `accept` is the caller's.
+
+        Raises NonFinite, OptionError.
+        """
         c = self.candidates(logits)
-        sums = np.cumsum(c.weights(), dtype=np.float64)
-        return int(c.ids[np.searchsorted(sums, sums[-1] * self._draws.double())])
+        if proposal is not None:
+            return verify(c, proposal, self._draws.double)
+        return draw(c, c.weights(), self._draws.double())
+
+    def propose(self, logits: np.ndarray) -> Proposal:
+        """Guess a token from a draft's finite logits [n_vocab], by the steps of the chain that look at logits alone."""
+        c = Candidates.of(self._biased(logits))
+        for step in self._proposing_steps:
+            c = step(c)
+        return Proposal(draw(c, c.weights(), self._draws.double()), c)

@@ -275,6 +275,10 @@ class Session:
         return self.memory.n_past[seq]
 
     @property
+    def n_rollback(self) -> int:
+        return self.memory.recurrent.ring - 1
+
+    @property
     def n_builds(self) -> int:
         return self.graphs.n_builds
 
