@@ -456,6 +456,20 @@ def test_closing_frees_and_may_be_repeated(toys):
     assert resident() - before < 5 * 1024
 
 
+def test_a_load_that_fails_halfway_frees_its_buffers(toys, monkeypatch):
+    buffers, alloc = [], ggml.alloc_tensors
+
+    def failing(*args):
+        buffers.append(alloc(*args))
+        monkeypatch.setattr(ggml.Tensor, "set", lambda *_: 1 / 0)
+        return buffers[-1]
+
+    monkeypatch.setattr(ggml, "alloc_tensors", failing)
+    with GgufFile.open(toys.t0) as file, pytest.raises(ZeroDivisionError):
+        load_weights(file, table_of(file), ggml.device("CPU"), mmap=False)
+    assert len(buffers) == 1 and buffers[0].closed
+
+
 def test_a_refused_file_can_be_used_again(toys):
     with GgufFile.open(toys.t0) as file:
         table = table_of(file)
