@@ -32,10 +32,16 @@ def check_head(model) -> None:
 
 
 class Drafter:
-    """The NextN head of one session, over that session's graphs, memory and history."""
+    """The NextN head of one session, over that session's graphs, memory and history.
 
-    def __init__(self, hparams, graphs, memory: HybridMemory, history, options: GraphOptions):
-        self.hparams = hparams
+    `borrowed` names what of it the file leaves to the trunk.
+    """
+
+    def __init__(self, model, graphs, memory: HybridMemory, history, options: GraphOptions):
+        self.hparams = hp = model.hparams
+        wb = model.weights.blk[hp.n_layer]
+        own = {"embedding": wb.nextn_embed_tokens, "head": wb.nextn_shared_head_head, "norm": wb.nextn_shared_head_norm}
+        self.borrowed = tuple(what for what, tensor in own.items() if tensor is None)
         self.graphs, self.memory, self.history, self.options = graphs, memory, history, options
 
     def follow(self, seqs: Sequence[int]) -> None:

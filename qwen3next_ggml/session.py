@@ -70,7 +70,7 @@ class Session:
         keep = self.memory.recurrent.keep(n_tokens, self._all_marks(n_tokens))
         worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
         self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
-        self.drafter = Drafter(hp, self.graphs, self.memory, self.history, self.options) if mtp else None
+        self.drafter = Drafter(model, self.graphs, self.memory, self.history, self.options) if mtp else None
 
     # decoding
 

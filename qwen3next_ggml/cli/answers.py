@@ -19,13 +19,14 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a generation gave; `timings` is None when it was interrupted."""
+    """What a generation gave; `timings` is None when it was interrupted, `drafts` when nothing was drafted too."""
 
     text: str
     tokens: list[int]
     seed: int
     finish_reason: str
     timings: object | None
+    drafts: object | None = None
 
     def plain(self) -> dict:
         """Return the values `--json` prints."""
@@ -73,7 +74,7 @@ def stream(steps: Iterator, *, before: str = "") -> Answer:
         steps.close()
         if before + text and not (before + text).endswith("\n"):
             emit("\n")
-    return Answer(text, tokens, step.seed, step.finish_reason or INTERRUPTED, step.timings)
+    return Answer(text, tokens, step.seed, step.finish_reason or INTERRUPTED, step.timings, step.drafts)
 
 
 def announce(model, session) -> None:
@@ -85,6 +86,9 @@ def announce(model, session) -> None:
     where = ", ".join(device.name for device in model.devices)
     note(f"{model.file.path}: {model.file.arch}, {blocks}, {size(weights.nbytes)}, {size(weights.mapped_nbytes)} of it mapped")
     note(f"{where} by ggml {provider().version} from {provider().name}, context of {session.n_ctx} tokens")
+    if session.drafter:
+        borrowed = f", with the trunk's {', '.join(session.drafter.borrowed)}" if session.drafter.borrowed else ""
+        note(f"drafting up to {session.n_rollback} tokens by the NextN head{borrowed}")
     for sentence in (*model.file.notes, *weights.notes):
         note(f"note: {sentence}")
 
@@ -99,6 +103,20 @@ def show_speeds(answer: Answer, *, full: bool) -> None:
         note(_speed("prompt eval time", t.prompt_ms, t.prompt_n))
         note(_speed("       eval time", t.predicted_ms, t.predicted_n))
         note(f"      total time = {t.prompt_ms + t.predicted_ms:10.2f} ms / {t.prompt_n + t.predicted_n:5d} tokens")
+    if answer.drafts is not None:
+        note(drafted(answer.drafts))
+
+
+def drafted(d) -> str:
+    """Say in one line what DraftStats hold."""
+    if not d.n_rounds:
+        return "draft acceptance = nothing was drafted"
+    places = " ".join(f"{accepted / n:.3f}" for n, accepted in d.by_position)
+    speed_up = "" if d.speed_up is None else f", {d.speed_up:.2f} times the speed of single tokens"
+    return (
+        f"draft acceptance = {d.draft_n_accepted / d.draft_n:.3f} ({d.draft_n_accepted} of {d.draft_n}; by place {places}), "
+        f"{d.tokens_per_round:.2f} tokens a round in {d.n_rounds} rounds, {d.n_plain} single{speed_up}"
+    )
 
 
 def _speed(what: str, ms: float, n: int) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import click
 
 from ..errors import ContextFull
-from .answers import INTERRUPTED, Answer, announce, stream
+from .answers import INTERRUPTED, Answer, announce, drafted, stream
 from .conversation import Conversation
+from .drafting import drafting_options
 from .generation import generation_options
 from .options import json_option, model_options, option, session_options
 from .output import complain, emit_json, note
@@ -25,19 +26,20 @@ HELP = "/clear forgets the conversation, /stats shows its size and speed, /exit 
 @option("-st", "--single-turn", is_flag=True, help="end after one answer")
 @template_options
 @generation_options
+@drafting_options
 @option("--show-prompt", is_flag=True, help="print on stderr exactly what the model reads")
 @option("-v", "--verbose", is_flag=True, help="say which model runs on what")
 @session_options
 @json_option
-def command(model, prompt, single_turn, template, generation, show_prompt, verbose, session, as_json) -> None:
+def command(model, prompt, single_turn, template, generation, drafting, show_prompt, verbose, session, as_json) -> None:
     """Talk with a model by its file's chat template.
 
     -p or -f is the first message, each line of input another one; /clear forgets the conversation, /stats shows its size and the last
     answer's speed, /exit ends it. Ctrl-C stops an answer. A turn evaluates its new tokens only.
     """
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with model.load() as loaded, session.open(loaded) as opened:
-        settings = generation.settings(opened.n_ctx, prompt.read)
+    with model.load() as loaded, session.open(loaded, **drafting.session_options()) as opened:
+        settings = generation.settings(opened.n_ctx, prompt.read) | drafting.settings
         talk = Conversation(loaded, opened, template.of(loaded), template.variables, template.system, settings)
         if verbose or interactive:
             announce(loaded, opened)
@@ -113,4 +115,5 @@ def stats(talk: Conversation, answers: list[Answer]) -> str:
     return (
         f"{text}\nlast answer: {t.prompt_n} tokens read at {t.prompt_per_second:.1f} a second ({session.last_reuse}), "
         f"{t.predicted_n} generated at {t.predicted_per_second:.1f} a second"
+        + (f"\n{drafted(answers[-1].drafts)}" if answers[-1].drafts else "")
     )

@@ -6,6 +6,7 @@ import click
 
 from .answers import INTERRUPTED, announce, show_speeds, stream
 from .conversation import Conversation
+from .drafting import drafting_options
 from .generation import generation_options
 from .options import json_option, model_options, option, session_options
 from .output import emit_json, note
@@ -22,6 +23,7 @@ DEFAULT_PROMPT = "ROMEO.\n"
 @option("-st", "--single-turn", is_flag=True, help="the same as -cnv: `run` answers one turn")
 @template_options
 @generation_options
+@drafting_options
 @option("--display-prompt/--no-display-prompt", default=True, help="print the prompt before its continuation  [default: yes]")
 @option("--no-parse-special", is_flag=True, help="read the texts of control tokens in the prompt as plain text")
 @option("--show-prompt", is_flag=True, help="print on stderr exactly what the model reads")
@@ -29,7 +31,7 @@ DEFAULT_PROMPT = "ROMEO.\n"
 @session_options
 @json_option
 def command(
-    model, prompt, turn, single_turn, template, generation, display_prompt, no_parse_special, show_prompt, verbose, session, as_json
+    model, prompt, turn, single_turn, template, generation, drafting, display_prompt, no_parse_special, show_prompt, verbose, session, as_json
 ) -> None:
     """Continue a prompt.
 
@@ -40,10 +42,10 @@ def command(
     if text is None:
         raise click.UsageError("no prompt: give one with -p, -f or on standard input")
     in_turn = bool(single_turn or template.system is not None) if turn is None else turn
-    with model.load() as loaded, session.open(loaded) as opened:
+    with model.load() as loaded, session.open(loaded, **drafting.session_options()) as opened:
         if verbose:
             announce(loaded, opened)
-        settings = generation.settings(opened.n_ctx, prompt.read)
+        settings = generation.settings(opened.n_ctx, prompt.read) | drafting.settings
         if in_turn:
             talk = Conversation(loaded, opened, template.of(loaded), template.variables, template.system, settings)
             read, _ = talk.prompt(text)
