@@ -178,11 +178,11 @@ class SessionOptions:
     graph: str
     delta_net: str
 
-    def open(self, model):
-        """Return a new Session of `model`."""
+    def open(self, model, **more):
+        """Return a new Session of `model`; `more` are options a command sets itself."""
         return model.session(
             n_ctx=self.n_ctx, n_ubatch=min(self.n_batch, self.n_ubatch), n_threads=self.n_threads, type_k=self.type_k,
-            type_v=self.type_v, flash_attn=self.flash_attn, graph=self.graph, delta_net=self.delta_net,
+            type_v=self.type_v, flash_attn=self.flash_attn, graph=self.graph, delta_net=self.delta_net, **more,
         )  # fmt: skip
 
 
@@ -192,20 +192,26 @@ graph_parameters = (
     option("--delta-net", type=click.Choice(DELTA_NETS), default="auto", env="DELTA_NET", help="form of the delta rule"),
 )  # fmt: skip
 
-session_options = grouped(
-    "session", SessionOptions,
-    option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=4096, env="CTX_SIZE",
-           help="tokens the context holds; 0: as many as the model was trained on"),
-    option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=2048, env="BATCH", help="upper limit of -ub"),
-    option("-ub", "--ubatch-size", "n_ubatch", type=click.IntRange(min=1), default=512, env="UBATCH",
-           help="tokens computed at once"),
-    option("-t", "--threads", "n_threads", type=click.IntRange(min=1), env="THREADS",
-           help="CPU threads  [default: all this process may use]"),
-    option("-ctk", "--cache-type-k", "type_k", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_K",
-           help="type of the K cache"),
-    option("-ctv", "--cache-type-v", "type_v", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_V",
-           help="type of the V cache"),
-    option("-fa", "--flash-attn", "flash_attn", type=Switch(), default="auto", metavar="on|off|auto", env="FLASH_ATTN",
-           help="flash attention"),
-    *graph_parameters,
-)  # fmt: skip
+
+def sized_session_options(*, n_ctx: int) -> Callable:
+    """Return the decorator for a command whose context holds `n_ctx` tokens unless -c says otherwise."""
+    return grouped(
+        "session", SessionOptions,
+        option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=n_ctx, env="CTX_SIZE",
+               help="tokens the context holds; 0: as many as the model was trained on"),
+        option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=2048, env="BATCH", help="upper limit of -ub"),
+        option("-ub", "--ubatch-size", "n_ubatch", type=click.IntRange(min=1), default=512, env="UBATCH",
+               help="tokens computed at once"),
+        option("-t", "--threads", "n_threads", type=click.IntRange(min=1), env="THREADS",
+               help="CPU threads  [default: all this process may use]"),
+        option("-ctk", "--cache-type-k", "type_k", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_K",
+               help="type of the K cache"),
+        option("-ctv", "--cache-type-v", "type_v", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_V",
+               help="type of the V cache"),
+        option("-fa", "--flash-attn", "flash_attn", type=Switch(), default="auto", metavar="on|off|auto", env="FLASH_ATTN",
+               help="flash attention"),
+        *graph_parameters,
+    )  # fmt: skip
+
+
+session_options = sized_session_options(n_ctx=4096)

@@ -55,7 +55,7 @@ def _escaped(match: re.Match) -> bytes:
 def read_text(path: str) -> str:
     """Return a file's text. Raises OptionError."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes().decode()
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
