@@ -4,6 +4,7 @@ import re
 import runpy
 
 import click
+import numpy as np
 import pytest
 
 from qwen3next_ggml.cli import cli
@@ -42,3 +43,12 @@ def test_commands_that_are_shown_have_these_options(path):
         known = {opt for p in cli.commands[name].params if isinstance(p, click.Option) for opt in (*p.opts, *p.secondary_opts)} | {"--help"}
         given = [word for word in re.sub(r"\"[^\"]*\"|'[^']*'", "", args).split() if re.match(r"--?[a-z]", word)]
         assert [word for word in given if word not in known] == [], line
+
+
+def test_the_readmes_python_runs(bard, capsys):
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    given = {"tokens": [1, 2, 3], "a": np.eye(4, 3), "b": np.ones((5, 3))}
+    exec(block.replace('"model.gguf", n_threads=8', f'"{bard}", n_threads=1'), given)  # noqa: S102
+    assert len(capsys.readouterr().out) > 20
+    assert given["logits"].shape == (1, 2048) and set(given["rows"]) == {0, 1}
+    assert given["y"].tolist() == [[1, 1, 1, 0]] * 5
