@@ -59,7 +59,7 @@ class Session:
         self.memory = HybridMemory(
             specs, model.layer_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
             type_k=type_k, type_v=type_v, flash_attn=self.options.flash_attn, n_rollback=n_rollback,
-            n_staging=(self.n_ubatch - 1) // checkpoint_every if checkpoint_every else 0,
+            n_staging=len(self._most_marks(self.n_ubatch)),
         )  # fmt: skip
         self.history = History(n_seq_max)
         self.checkpoints = Checkpoints(checkpoint_mib * MIB)
@@ -67,7 +67,7 @@ class Session:
         self.last_reuse = ""
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
-        keep = self.memory.recurrent.keep(n_tokens, self._all_marks(n_tokens))
+        keep = self.memory.recurrent.keep(n_tokens, self._most_marks(n_tokens))
         worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
         self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
         self.drafter = Drafter(model, self.graphs, self.memory, self.history, self.options) if mtp else None
@@ -168,8 +168,9 @@ class Session:
         first = self.checkpoint_every - self.memory.n_past[ubatch.seqs[0]] % self.checkpoint_every
         return tuple(range(first, ubatch.n_seq_tokens, self.checkpoint_every))
 
-    def _all_marks(self, n_tokens: int) -> tuple[int, ...]:
-        return tuple(range(self.checkpoint_every, n_tokens, self.checkpoint_every)) if self.checkpoint_every else ()
+    def _most_marks(self, n_tokens: int) -> tuple[int, ...]:
+        """Return the most marks a ubatch of `n_tokens` can have: those with the first one as early as can be."""
+        return tuple(range(1, n_tokens, self.checkpoint_every)) if self.checkpoint_every else ()
 
     # moving about
 
