@@ -14,12 +14,20 @@ def qkv(
 ) -> tuple[ggml.Tensor, ggml.Tensor, ggml.Tensor]:
     """Project x [n_embd, n_tokens] → q [n_q, n_tokens], k [n_k, n_tokens], v [n_v, n_tokens].
 
-    Takes fused `attn_qkv` or separate `attn_q`, `attn_k`, `attn_v`. Mirrors llama.cpp's `build_qkv`.
+    Takes fused `attn_qkv` or separate `attn_q`, `attn_k`, `attn_v`, each with or without a bias. Mirrors llama.cpp's
+    `build_qkv`.
     """
     if wb.attn_qkv is None:
-        return linear(g, wb.attn_q, x), linear(g, wb.attn_k, x), linear(g, wb.attn_v, x)
+        weights = ((wb.attn_q, wb.attn_q_bias), (wb.attn_k, wb.attn_k_bias), (wb.attn_v, wb.attn_v_bias))
+        q, k, v = (linear(g, w, x) if bias is None else g.add(linear(g, w, x), bias) for w, bias in weights)
+        return q, k, v
     n_tokens = x.ne[1]
     fused = g.name(linear(g, wb.attn_qkv, x), "wqkv", il)  # [n_q + n_k + n_v, n_tokens]
+    biases = (wb.attn_q_bias, wb.attn_k_bias, wb.attn_v_bias)
+    if wb.attn_qkv_bias is not None:
+        fused = g.name(g.add(fused, wb.attn_qkv_bias), "wqkv_b", il)
+    elif None not in biases:
+        fused = g.name(g.add(fused, g.concat(g.concat(biases[0], biases[1], 0), biases[2], 0)), "wqkv_b", il)
     row, size = fused.nb[1], fused.type.row_size
     q = g.view_2d(fused, n_q, n_tokens, row, 0)
     k = g.view_2d(fused, n_k, n_tokens, row, size(n_q))

@@ -19,7 +19,8 @@ class GraphOptions:
     the softmax, which then runs over the picked ones only. `expert_sum`: weigh and add experts in one op.
     `kv_as_stored`: hand a float32 cache to flash attention as it is instead of through float16. `state_view`: read the
     states of adjacent slots where they lie instead of gathering them. `state_rows`: gather and scatter a delta state
-    head by head, so that threads share the copy.
+    head by head, so that threads share the copy. `finite_kv`: limit K and V to what float16 holds before they are
+    stored, so that one sequence's NaN does not reach the others through masked cells, which take part in sums as 0·v.
     """
 
     delta_net: str = "fused"
@@ -30,6 +31,7 @@ class GraphOptions:
     kv_as_stored: bool = False
     state_view: bool = False
     state_rows: bool = False
+    finite_kv: bool = False
 
     def __post_init__(self):
         if self.delta_net not in DELTA_NETS:
@@ -42,6 +44,7 @@ class GraphOptions:
 
 PLAIN = GraphOptions()
 LEAN = GraphOptions(
-    prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True
+    prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
+    finite_kv=True,
 )
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

@@ -54,8 +54,8 @@ class KvLayer:
 
     def write(self, g: GraphBuilder, inp: Inputs, k_cur: ggml.Tensor, v_cur: ggml.Tensor) -> None:
         """Store k_cur and v_cur [n_embd_head, n_head_kv, n_tokens] at the cells of this ubatch."""
-        # a masked cell still takes part in sums as 0·v: a NaN or infinity in it would spread to sequences that cannot see it
-        k_cur, v_cur = (g.clamp(x, -F16_MAX, F16_MAX) for x in (k_cur, v_cur))
+        if g.options.finite_kv:
+            k_cur, v_cur = (g.clamp(x, -F16_MAX, F16_MAX) for x in (k_cur, v_cur))
         n_tokens = inp.sizes.n_tokens
         n_embd_k = self.spec.n_embd_head_k * self.spec.n_head_kv
         n_embd_v = self.spec.n_embd_head_v * self.spec.n_head_kv

@@ -58,15 +58,16 @@ class HybridMemory:
         for spec in specs:
             by_device.setdefault(devices[spec.il], []).append(spec)
         owner = {KvSpec: self.kv, RecurrentSpec: self.recurrent}
-        total = 0
-        for device, mine in by_device.items():
-            wanted = sum(owner[type(s)].nbytes_of(s) for s in mine)
+        sizes = {device: sum(owner[type(s)].nbytes_of(s) for s in mine) for device, mine in by_device.items()}
+        for device, wanted in sizes.items():
             free = available_memory(device)
             if wanted > free:
                 raise BackendError(
                     f"n_ctx={self.n_ctx} needs {wanted / MIB:,.0f} MiB of state on {device.name}, "
                     f"{free / MIB:,.0f} MiB are available"
                 )
+        self.kv.make_cells()
+        for device, mine in by_device.items():
             ctx = self._owned.enter_context(ggml.Context(sum(owner[type(s)].n_tensors_of(s) for s in mine)))
             for spec in mine:
                 owner[type(spec)].declare(ctx, spec)
@@ -74,8 +75,7 @@ class HybridMemory:
             # a masked cell still takes part in sums as 0·v, so it must never hold NaN
             buffer.clear(0)
             self.recurrent.bind(ctx)
-            total += wanted
-        return total
+        return sum(sizes.values())
 
     def check(self, wanted: dict[int, int]) -> None:
         """Raise, with nothing moved, unless `wanted` more tokens per sequence fit."""

@@ -29,6 +29,7 @@ class KvCache:
     ):
         self.specs = tuple(specs)
         self.n_cells = n_cells
+        self._n_seq_max = n_seq_max
         self.flash_attn = flash_attn
         self.type_k, self.type_v = _cache_type("type_k", type_k), _cache_type("type_v", type_v)
         if self.type_v.is_quantized and not flash_attn:
@@ -37,14 +38,17 @@ class KvCache:
             for what, dtype, n in (("type_k", self.type_k, s.n_embd_head_k), ("type_v", self.type_v, s.n_embd_head_v)):
                 if n % dtype.block_size:
                     raise OptionError(f"{what}={dtype.name} needs a head width divisible by {dtype.block_size}, got {n}")
-        self.pos = np.full(n_cells, -1, np.int32)
-        self.member = np.zeros((n_seq_max, n_cells), bool)
-        self.fed = np.zeros(n_cells, bool)  # cells in which the NextN head has its K and V too
+        self.layers: dict[int, KvLayer] = {}
+
+    def make_cells(self) -> None:
+        """Make the table of cells, all free; done once it is known that the caches fit."""
+        self.pos = np.full(self.n_cells, -1, np.int32)
+        self.member = np.zeros((self._n_seq_max, self.n_cells), bool)
+        self.fed = np.zeros(self.n_cells, bool)  # cells in which the NextN head has its K and V too
         self.n_used = 0
-        self._n_held = [0] * n_seq_max
+        self._n_held = [0] * self._n_seq_max
         self._top = 0  # one past the highest cell in use
         self._packed = True  # cells 0 … _top − 1 are all in use
-        self.layers: dict[int, KvLayer] = {}
 
     def nbytes_of(self, spec: KvSpec) -> int:
         """Return the bytes of one layer's K and V."""
