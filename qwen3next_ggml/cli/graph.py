@@ -12,7 +12,7 @@ from ..errors import OptionError
 from .options import CACHE_TYPES, Switch, graph_parameters, option, path_options, provider_option
 from .output import emit, note, size
 
-FORMATS = ("text", "csv", "dot", "json", "svg")
+FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 
 
 @click.command(name="graph")

@@ -5,7 +5,7 @@ Shapes are in ggml order. Nothing here is an address, so two listings of the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -76,10 +76,14 @@ class GraphView:
 
     def of_layer(self, il: int) -> GraphView:
         """Return layer `il` alone; what it reads of other layers becomes a leaf of kind "outside"."""
-        nodes = tuple(node for node in self.nodes if node.layer == il)
-        inside = {node.id for node in nodes}
-        read = dict.fromkeys(source for node in nodes for source in node.sources if source not in inside)
-        return GraphView(f"{self.title}, layer {il}", nodes, tuple(_as_leaf(self.by_id[id_]) for id_ in read), il)
+        part = self.only({node.id for node in self.nodes if node.layer == il})
+        return GraphView(f"{self.title}, layer {il}", part.nodes, part.leaves, il)
+
+    def only(self, ids: Collection[str]) -> GraphView:
+        """Return these nodes alone; what they read of others becomes a leaf of kind "outside"."""
+        nodes = tuple(node for node in self.nodes if node.id in ids)
+        read = dict.fromkeys(source for node in nodes for source in node.sources if source not in ids)
+        return GraphView(self.title, nodes, tuple(_as_leaf(self.by_id[id_]) for id_ in read))
 
     def stats(self) -> dict:
         """Count nodes, executed ones, kernels (a fused pair is one), barriers, bytes and FLOPs: in all, by scope and by op."""

@@ -1,0 +1,101 @@
+"""`qgraph graph`: every format is valid, nothing but metadata is touched, and a published shape needs no file (C52)."""
+
+import csv
+import io
+import json
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from qwen3next_ggml import ggml
+from qwen3next_ggml.gguf_file import GgufFile
+from qwen3next_ggml.tensors import weights
+
+PARSERS = {
+    "csv": lambda text: len(list(csv.DictReader(io.StringIO(text)))),
+    "dot": lambda text: sum("label=" in line and "color=white" not in line and "subgraph" not in line for line in text.splitlines()),
+    "json": lambda text: sum(not node["label"].startswith(("blk.", "cache_")) for node in json.loads(text)["graphs"][0]["nodes"]),
+}
+
+
+def output(result):
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def no_data(monkeypatch):
+    """Whoever reads a tensor or asks for memory fails."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a tensor was read or given memory")
+
+    monkeypatch.setattr(GgufFile, "data", refuse)
+    monkeypatch.setattr(ggml.Device, "buffer_from_host", refuse)
+    for place in (ggml.BufferType, weights.ggml):
+        monkeypatch.setattr(place, "alloc" if place is ggml.BufferType else "alloc_tensors", refuse)
+
+
+@pytest.mark.parametrize("format_", ["csv", "dot", "json"])
+def test_formats_hold_the_same_layer(qgraph, toys, no_data, format_):
+    counted = json.loads(output(qgraph("graph", toys.t0, "--layer", 1, "--stats", "--format", "json")))["nodes"]
+    text = output(qgraph("graph", toys.t0, "--layer", 1, "--format", format_))
+    n_outside = 1 if format_ == "json" else 0
+    assert PARSERS[format_](text) == counted + n_outside
+    assert text == output(qgraph("graph", toys.t0, "--layer", 1, "--format", format_))
+
+
+def test_text_has_what_there_is_to_know(qgraph, toys, no_data):
+    title, header, *lines = output(qgraph("graph", toys.t0, "--layer", 3)).splitlines()
+    assert title == "qwen3next, 1 token, 256 cells, delta net fused, layer 3"
+    assert header.split() == "id layer scope op name type shape device sources read written FLOPs barriers made by".split()
+    [line] = [line.split() for line in lines if " attn_output-3 " in line]
+    assert line[1:8] == ["3", "attn", "MUL_MAT", "attn_output-3", "f32", "[64]", "CPU"]
+    assert line[-1].startswith("graph/linear.py:")
+
+
+def test_drawings_are_written_to_files(qgraph, toys, tmp_path, no_data):
+    for name in ("layer.svg", "all.html"):
+        path = tmp_path / name
+        result = qgraph("graph", toys.t0, "--layer", 0, "--format", path.suffix[1:], "-o", path)
+        assert (result.exit_code, result.stdout) == (0, "") and result.stderr.startswith(f"wrote {path}, ")
+    ElementTree.parse(tmp_path / "layer.svg")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["all.html", "layer.svg"]
+    result = qgraph("graph", toys.t0, "-o", tmp_path / "none" / "x")
+    assert result.exit_code == 1 and result.stderr.startswith("error: ") and "No such file" in result.stderr
+
+
+def test_decode_and_prefill_differ(qgraph, toys, no_data):
+    ops = []
+    for options in ((), ("--tokens", 512, "--delta-net", "chunked"), ("--graph", "plain")):
+        stats = json.loads(output(qgraph("graph", toys.t0, "--stats", "--format", "json", *options)))
+        ops.append({group["op"] for group in stats["by_op"]})
+        assert sum(group["nodes"] for group in stats["by_scope"]) == stats["nodes"] >= stats["executed"] >= stats["kernels"]
+    assert "GATED_DELTA_NET" in ops[0] and "SOLVE_TRI" in ops[1] and "ARGSORT" in ops[2] - ops[0]
+    text = output(qgraph("graph", toys.t0, "--stats"))
+    assert text.splitlines()[2].split() == "scope nodes executed kernels barriers bytes read bytes written flops".split()
+    assert "512 cells" in output(qgraph("graph", toys.t0, "--stats", "-d", 256))
+
+
+def test_48_layers_without_a_file_in_three_seconds(qgraph, no_data):
+    start = time.process_time()
+    lines = output(qgraph("graph", "--geometry", "qwen3-next-80b", "--type", "q4_k")).splitlines()
+    assert time.process_time() - start < 3
+    assert len(lines) > 3000 and any(" blk.47.attn_q.weight, " in line and " q4_k" not in line for line in lines)
+    nextn = output(qgraph("graph", "--geometry", "qwen3-next-80b", "--mtp", "--stats"))
+    assert nextn.startswith("the NextN block, 1 token")
+
+
+def test_what_cannot_be_shown(qgraph, toys):
+    for args, code, words in (
+        (("--layer", 4), 1, "error: layer 4 has no nodes in this graph, which has layers 0 to 3\n"),
+        (("--mtp",), 1, "error: this model has no NextN block\n"),
+        (("--geometry", "tiny"), 2, "a model and --geometry were given"),
+        (("--stats", "--format", "svg"), 2, "--stats is written as text or json, not as svg"),
+        (("--tokens", 0), 2, "Invalid value for '--tokens'"),
+    ):
+        result = qgraph("graph", toys.t0, *args)
+        assert (result.exit_code, result.stdout) == (code, "") and words in result.stderr
+    result = qgraph("graph", "--geometry", "nonesuch")
+    assert result.exit_code == 1 and result.stderr == "error: geometry 'nonesuch', expected one of tiny, tiny-q, qwen3-next-80b\n"
