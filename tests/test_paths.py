@@ -220,6 +220,21 @@ def test_tied_output(toys):
         assert max_abs(s.decode(TOKENS[:20], logits="all"), reference_of(path).decode(TOKENS[:20])) < TOLERANCE
 
 
+BIASES = ("attn_q_bias", "attn_k_bias", "attn_v_bias")
+
+
+@pytest.mark.parametrize("layouts", [(), ("attn_qkv",)], ids=["separate", "fused"])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_attention_biases(toys, graph, layouts):
+    path, bare = toys.file(optional=BIASES), reference_of(toys.file(optional=()))
+    with qwen3next_ggml.load(toys.file(optional=BIASES, layouts=layouts), n_threads=1) as model:
+        assert all(getattr(model.weights.blk[3], name) is not None for name in BIASES)
+        with model.session(**options(graph=graph, flash_attn=False)) as s:
+            got = s.decode(TOKENS[:20], logits="all")
+    assert max_abs(got, reference_of(path).decode(TOKENS[:20])) < TOLERANCE
+    assert max_abs(got, bare.decode(TOKENS[:20])) > 100 * TOLERANCE
+
+
 # --- rope parameters ---
 
 
