@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaOptions:
-    """Model and context parameters, llama.cpp's names; `repack` is its `use_extra_bufts`."""
+    """Model and context parameters, llama.cpp's names; `repack` is its `use_extra_bufts`, `mtp` a context that runs the NextN block."""
     n_ctx: int = 512
     n_batch: int = 2048
     n_ubatch: int = 512
@@ -31,6 +31,7 @@ class LlamaOptions:
     n_threads: int = 2
     use_mmap: bool = True
     repack: bool = False
+    mtp: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ class Llama:
         params = api.llama_model_default_params()
         params.load_mode = 1 if options.use_mmap else 0
         params.use_extra_bufts, params.vocab_only, params.n_gpu_layers = options.repack, vocab_only, 0
+        params.load_mtp = options.mtp
         self.model = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -175,6 +177,7 @@ class Llama:
             setattr(params, name, getattr(options, name))
         params.n_threads_batch, params.flash_attn_type = options.n_threads, int(options.flash_attn)
         params.type_k, params.type_v = (GGMLQuantizationType[t.upper()] for t in (options.type_k, options.type_v))
+        params.ctx_type = int(options.mtp)
         if recorder is not None:
             self._callback = api.ggml_backend_sched_eval_callback(recorder.callback)
             params.cb_eval = self._callback
