@@ -15,7 +15,8 @@ def resolve_options(
     if isinstance(graph, GraphOptions):
         return graph
     # GPUs fuse the node order of llama.cpp's own graph
-    named = {"plain": PLAIN, "lean": LEAN, "auto": LEAN if all(d.kind == "cpu" for d in devices) else PLAIN}
+    on_gpu = PLAIN.but(finite_kv=True)
+    named = {"plain": PLAIN, "lean": LEAN, "auto": LEAN if all(d.kind == "cpu" for d in devices) else on_gpu}
     if graph not in named:
         raise OptionError(f"graph must be one of {', '.join(named)}, got {graph!r}")
     return named[graph].but(

@@ -129,16 +129,19 @@ class HybridMemory:
     def apply(self, ubatch: UBatch, plan: Plan, failed: Collection[int] = ()) -> None:
         """Move the cursors past a ubatch that has been computed.
 
-        Sequences that `failed` stay where they were, their new cells free again; one whose only state may have been
+        Sequences that `failed` stay where they were, with their new cells erased; one whose only state may have been
         touched must be cleared before it goes on.
         """
         n = ubatch.n_seq_tokens
         for i, seq in enumerate(ubatch.seqs):
+            cells = plan.cells[i * n : (i + 1) * n]
             if seq not in failed:
-                self.kv.apply(seq, ubatch.pos[i * n : (i + 1) * n], plan.cells[i * n : (i + 1) * n])
+                self.kv.apply(seq, ubatch.pos[i * n : (i + 1) * n], cells)
                 self.n_past[seq] += n
                 self.recurrent.applied(seq, self.n_past[seq])
-            elif not self.recurrent.survives(seq, self.n_past[seq], n):
+                continue
+            self.kv.erase(cells)
+            if not self.recurrent.survives(seq, self.n_past[seq], n):
                 self._interrupted.add(seq)
 
     def rewind(self, seq: int, n_past: int) -> None:
@@ -196,6 +199,9 @@ class HybridMemory:
     def clear(self, seq: int) -> None:
         """Forget `seq`: its cells become free, its states zero."""
         self.check_seq(seq)
+        if seq in self._interrupted:
+            # NaN may have got into earlier cells of a prompt whose end only was looked at
+            self.kv.erase(self.kv.own(seq))
         self.kv.truncate(seq, 0)
         self.recurrent.clear(seq)
         self.n_past[seq] = 0

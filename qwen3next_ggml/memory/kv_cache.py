@@ -158,7 +158,7 @@ class KvCache:
 
     def n_own(self, seq: int, n_past: int) -> int:
         """Return how many cells become free when `seq` is cut back to `n_past` tokens."""
-        return int(np.count_nonzero(self.member[seq] & (self.pos >= n_past) & (self.member.sum(axis=0) == 1)))
+        return int(np.count_nonzero(self.pos[self.own(seq)] >= n_past))
 
     # contents, one row of stored bytes per cell whatever the layout; `what` is "k" or "v"
 
@@ -183,6 +183,16 @@ class KvCache:
         for run in _runs(cells):
             x.set(rows[done : done + len(run)], run[0] * row)
             done += len(run)
+
+    def erase(self, cells: np.ndarray) -> None:
+        """Write zeros over ascending `cells`: a masked cell still takes part in sums as 0·v, and must not hold NaN."""
+        for il in self.layers if len(cells) else ():
+            for what in ("k", "v"):
+                self.write(il, what, cells, np.zeros((len(cells), self.row_size(il, what)), np.uint8))
+
+    def own(self, seq: int) -> np.ndarray:
+        """Return the cells that nobody but `seq` is in, ascending."""
+        return np.flatnonzero(self.member[seq] & (self.member.sum(axis=0) == 1))
 
     def row_size(self, il: int, what: str) -> int:
         """Return the bytes of one cell of layer `il`."""
