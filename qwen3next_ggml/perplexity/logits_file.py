@@ -139,7 +139,7 @@ class LogitsFile:
         return cls(path, n_vocab, tokens, np.memmap(path, "<u2", "r", tokens_end, shape))
 
     def windows(self, *, n_chunks: int = -1, bos: int | None = None) -> Windows:
-        """Return the windows the file was made from."""
+        """Return the windows the file was made from, `n_chunks` at most. Raises OptionError."""
         tokens = self.tokens.ravel()
         n_chunk, n_ctx = self.tokens.shape
-        return Windows(tokens, n_ctx, n_ctx, n_ctx // 2, n_chunk if n_chunks == -1 else min(n_chunks, n_chunk), bos)
+        return Windows(tokens, n_ctx, n_ctx, n_ctx // 2, n_chunk, bos).limited(n_chunks)

@@ -6,7 +6,7 @@ Upstream: tools/perplexity/perplexity.cpp. Knows nothing of scores or files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,11 +42,8 @@ class Windows:
         them are scored; `bos` is not used. Raises OptionError.
         """
         tokens = np.asarray(tokens, np.int32)
-        if n_ctx < 3 or stride < 0 or n_chunks == 0 or n_chunks < -1:
-            raise OptionError(
-                f"windows of {n_ctx} tokens, stride {stride}, {n_chunks} chunks: expected at least 3 tokens, a stride of 0 or more, "
-                "and 1 or more chunks or -1 for all"
-            )
+        if n_ctx < 3 or stride < 0:
+            raise OptionError(f"windows of {n_ctx} tokens with stride {stride}: expected at least 3 tokens and a stride of 0 or more")
         if stride:
             n_ctx = -(-(n_ctx + stride // 2) // N_PAD) * N_PAD
         if len(tokens) < 2 * n_ctx:
@@ -57,7 +54,13 @@ class Windows:
             first, count, bos = n_ctx - 1 - stride, -(-(len(tokens) - n_ctx) // stride), None
         else:
             raise OptionError(f"the stride is {stride}, expected less than the window's {n_ctx} tokens")
-        return cls(tokens, n_ctx, stride, first, count if n_chunks == -1 else min(n_chunks, count), bos)
+        return cls(tokens, n_ctx, stride, first, count, bos).limited(n_chunks)
+
+    def limited(self, n_chunks: int) -> Windows:
+        """Return the first `n_chunks` windows, or all for -1. Raises OptionError."""
+        if n_chunks == 0 or n_chunks < -1:
+            raise OptionError(f"{n_chunks} chunks: expected 1 or more, or -1 for all")
+        return self if n_chunks == -1 else replace(self, count=min(n_chunks, self.count))
 
     @property
     def n_scored(self) -> int:
