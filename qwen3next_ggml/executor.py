@@ -1,4 +1,4 @@
-"""Run built graphs: on one device through an allocator, on several through a scheduler (level 6).
+"""Run built graphs: on one device through an allocator, on several through a scheduler (level 5).
 
 Knows tensors and devices; knows no model, memory or text.
 """
@@ -25,6 +25,7 @@ class Built:
     inputs: Mapping[str, ggml.Tensor]
     logits: ggml.Tensor | None
     hidden: ggml.Tensor | None = None
+    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept: Mapping[tuple[str, int], tuple[ggml.Tensor, ggml.Tensor]] = field(default_factory=dict)
     device_of: Mapping[ggml.Tensor, int] = field(default_factory=dict)
     step: ggml.Step | None = None

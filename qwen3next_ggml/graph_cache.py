@@ -1,6 +1,7 @@
-"""Build graphs by key and keep the recent ones (level 7)."""
+"""Build graphs by key and keep the recent ones (level 6)."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from . import ggml
@@ -9,6 +10,7 @@ from .graph.builder import GraphBuilder, capture
 from .graph.inputs import Inputs, Sizes
 from .graph.key import GraphKey, node_budget
 from .graph.options import GraphOptions
+from .graph.patch import patched
 from .graph.state import GraphState
 
 MAX_GRAPHS = 16
@@ -35,6 +37,9 @@ class GraphCache:
         self.executor.reserve(built)
         built.close()
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def get(self, key: GraphKey) -> Built:
         """Return the graph of `key`, ready to run."""
         built = self._graphs.get(key)
@@ -56,7 +61,7 @@ class GraphCache:
         budget = self._budget(key)
         ctx = ggml.Context(budget, graph_size=budget)
         graph = ggml.Graph(ctx, budget // 3 if key.captures else budget)
-        g = GraphBuilder(ctx, graph, key.options, scales=weights.scales)
+        g = GraphBuilder(ctx, graph, key.options, scales=weights.scales, on_name=patched(key.patches))
         emit = arch.build_arch_graph_mtp if key.mtp else arch.build_arch_graph
         logits = emit(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.state)
         hidden = g.outputs.get("h_nextn")
@@ -67,7 +72,13 @@ class GraphCache:
         for x in (logits, hidden):
             if x is not None:
                 g.set_output(x)
-        return Built(ctx, graph, g.inputs, logits, hidden, kept, {x: self.model.device_index(il) for x, il in layer_of.items()})
+        device_of = {x: self.model.device_index(il) for x, il in layer_of.items()}
+        return Built(ctx, graph, g.inputs, logits, hidden, g.constants, kept, device_of)
+
+    def drop(self, doomed: Callable[[GraphKey], bool]) -> None:
+        """Free the graphs whose key is `doomed`."""
+        for key in [key for key in self._graphs if doomed(key)]:
+            self._graphs.pop(key).close()
 
     def _budget(self, key: GraphKey) -> int:
         n_layer = 1 if key.mtp else self.model.hparams.n_layer

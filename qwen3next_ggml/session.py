@@ -4,7 +4,8 @@ A session owns the state of its sequences and its compute buffer; it knows nothi
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from .graph_cache import GraphCache
 from .graph_view import GraphView, list_graph
 from .history import Checkpoints, History, common_prefix
 from .memory import MIB, HybridMemory, Plan
+from .probes import Capture, Probes
 from .session_file import save
 
 N_PAD = 256
@@ -70,6 +72,7 @@ class Session:
         keep = self.memory.recurrent.keep(n_tokens, self._most_marks(n_tokens))
         worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
         self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
+        self.probes = Probes(self.graphs, GraphKey(Sizes(1, 1, 1, N_PAD, None, hidden=mtp), self.options))
         self.drafter = Drafter(model, self.graphs, self.memory, self.history, self.options) if mtp else None
 
     # decoding
@@ -86,6 +89,24 @@ class Session:
     def decode_batch(self, batch: Mapping[int, Sequence[int]], *, logits: str = "last") -> dict[int, np.ndarray]:
         """Append tokens to several sequences at once, of any lengths → sequence → logits [n_out, n_vocab]."""
         return self._decode(batch, logits, ())[0]
+
+    def capture(self, *patterns: str) -> AbstractContextManager[Capture]:
+        """Read nodes by name in a `with` block: `with s.capture("attn_norm-0", "l_out-*") as t: …; t["l_out-3"]`.
+
+        Globs over llama.cpp's names, "#n" behind one for its n-th occurrence in a layer. Values are float32 arrays with
+        axes reversed from ggml order; reading changes no logits of the same graph, but switches off the fast options that
+        remove or reshape a node asked for. Raises GraphError, with the closest names, for a pattern that names nothing.
+        """
+        return self.probes.capture(patterns)
+
+    def patch(self, name: str, fn: Callable) -> AbstractContextManager[None]:
+        """Replace nodes by name in a `with` block: `with s.patch("l_out-12", lambda g, x: g.scale(x, 0.5)): …`.
+
+        `fn(g, x)` builds ggml nodes from the value and returns one of the same shape, so it runs on the device and on
+        quantised weights; arrays enter through `g.input(name, array)`. Raises GraphError for a name that is not there or
+        a value of another shape.
+        """
+        return self.probes.patch(name, fn)
 
     def debug_capture(
         self, batch: Mapping[int, Sequence[int]], patterns: Sequence[str] = ("*",), *, logits: str = "last"
@@ -118,8 +139,8 @@ class Session:
         plan = self.memory.plan(ubatch, marks)
         sizes = Sizes(ubatch.n_seq_tokens, ubatch.n_seqs, len(ubatch.out_rows), plan.n_kv, plan.rs_head, plan.keep,
                       hidden=self.drafter is not None)  # fmt: skip
-        built = self.graphs.get(GraphKey(sizes, self.options, captures))
-        values = {"inp_tokens": ubatch.tokens, "inp_pos": ubatch.pos, "out_ids": ubatch.out_rows, **plan.inputs}
+        built = self.graphs.get(self.probes.key(GraphKey(sizes, self.options, captures)))
+        values = {**built.constants, "inp_tokens": ubatch.tokens, "inp_pos": ubatch.pos, "out_ids": ubatch.out_rows, **plan.inputs}
         out = None if built.logits is None else np.empty((len(ubatch.out_rows), self.hparams.n_vocab), np.float32)
         hidden = None if built.hidden is None else np.empty((ubatch.n_tokens, self.hparams.n_embd), np.float32)
         try:
@@ -128,6 +149,8 @@ class Session:
             self.memory.apply(ubatch, plan, failed=ubatch.seqs)
             raise
         kept = {at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()}
+        for capture in self.probes.captures:
+            capture.add({at: value.reshape(ne[::-1]) for at, (_, ne, value) in kept.items()})
         self._finish(ubatch, plan, marks, out, hidden)
         if self.drafter:
             self.drafter.follow(ubatch.seqs)

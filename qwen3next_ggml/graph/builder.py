@@ -5,8 +5,11 @@ Knows shapes and nodes; knows no files, no memory and no architecture.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from .. import ggml
 from ..errors import GraphError
+from ..ggml import types
 from .options import GraphOptions
 
 PLAIN_VIEW_OPS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
@@ -40,6 +43,7 @@ class GraphBuilder(ggml.Ops):
         self.options = options
         self.scales = scales or {}
         self.inputs: dict[str, ggml.Tensor] = {}
+        self.constants: dict[str, np.ndarray] = {}
         self.outputs: dict[str, ggml.Tensor] = {}
         self.expand = graph.expand
         self._on_name = on_name
@@ -51,9 +55,15 @@ class GraphBuilder(ggml.Ops):
         self.set_name(x, full)
         return x if self._on_name is None else self._on_name(self, x, full)
 
-    def input(self, name: str, dtype: ggml.GgmlType, *ne: int) -> ggml.Tensor:
-        """Return the input `name`, creating it with shape `ne` on first use."""
+    def input(self, name: str, dtype: ggml.GgmlType | np.ndarray, *ne: int) -> ggml.Tensor:
+        """Return the input `name`, creating it with shape `ne` on first use.
+
+        Given an array instead, the input is float32 of its shape reversed and holds it in every run of this graph.
+        """
         if name not in self.inputs:
+            if isinstance(dtype, np.ndarray):
+                self.constants[name] = np.ascontiguousarray(dtype, np.float32)
+                dtype, ne = types.F32, dtype.shape[::-1] or (1,)
             x = self.inputs[name] = self.context.new_tensor(dtype, *ne, name=name)
             self.set_input(x)
         return self.inputs[name]

@@ -7,14 +7,21 @@ from .inputs import Sizes
 from .options import GraphOptions
 
 
+PATCH_NODES = 8192
+
+
 @dataclass(frozen=True)
 class GraphKey:
-    """Identify a graph: a change of key rebuilds, nothing else does. `mtp` is the NextN block instead of the trunk."""
+    """Identify a graph: a change of key rebuilds, nothing else does.
+
+    `mtp` is the NextN block instead of the trunk; `patches` are what probes.py puts in the place of named values.
+    """
 
     sizes: Sizes
     options: GraphOptions
     captures: tuple[str, ...] = ()
     mtp: bool = False
+    patches: tuple = ()
 
 
 def node_budget(key: GraphKey, n_layer: int, n_expert_used: int) -> int:
@@ -22,4 +29,4 @@ def node_budget(key: GraphKey, n_layer: int, n_expert_used: int) -> int:
     per_layer = 128 + 3 * n_expert_used + 32 * len(key.sizes.keep)
     if key.options.delta_net != "fused":
         per_layer += 64 * (1 + len(key.sizes.keep)) + 20 * -(-key.sizes.n_seq_tokens // CHUNK_PER_CHANNEL)
-    return (64 + n_layer * per_layer) * (4 if key.captures else 1)
+    return (64 + n_layer * per_layer) * (4 if key.captures else 1) + (PATCH_NODES if key.patches else 0)

@@ -243,7 +243,7 @@ def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphS
             x = build_layer_attn_linear(g, hp, wb, inp, state, x, il)
         else:
             x = gated_attention(g, hp, wb, inp, state.kv[il], x, il)
-        if il == last and n_outputs == 0 and not hidden:
+        if il == last and n_outputs == 0 and prune:
             return None
         if il == last and prune and n_outputs < inp.sizes.n_tokens:
             x, residual = g.get_rows(x, inp.out_ids), g.get_rows(residual, inp.out_ids)
@@ -259,6 +259,7 @@ def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphS
     if hidden:
         g.output("h_nextn", x)
     if n_outputs == 0:
+        g.expand(x)
         return None
     if not prune:
         x = g.get_rows(x, inp.out_ids)

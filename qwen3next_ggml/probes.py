@@ -1,0 +1,157 @@
+"""Which nodes to read or replace, and what that does to a graph (level 7).
+
+A capture makes nodes outputs of the graph; a patch puts nodes of its own behind one. Knows names and graphs; knows no
+sequences and no text.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+
+import numpy as np
+
+from .errors import GraphError
+from .executor import Built
+from .graph.key import GraphKey
+from .graph.options import FAST_OPTIONS
+from .graph.patch import Patch, matches
+from .graph_cache import GraphCache
+
+# (tokens, wanted rows) of the graphs that are compared: a dimension that follows one of them is the token axis
+FEW, MORE = (3, 2), (5, 4)
+
+
+class Capture(Mapping):
+    """Values by node name, filled while its block runs: float32 arrays, axes reversed from ggml order.
+
+    Of a name that llama.cpp gives several times in a layer, `t["Kcur-3"]` is the last and `t["Kcur-3#0"]` the first.
+    Values with a token axis grow along it from run to run; states and the like keep the last.
+    """
+
+    def __init__(self, patterns: tuple[str, ...], axes: Mapping[tuple[str, int], int | None]):
+        self.patterns = patterns
+        self._axes = axes
+        self._parts: dict[tuple[str, int], list[np.ndarray]] = {}
+
+    def add(self, values: Mapping[tuple[str, int], np.ndarray]) -> None:
+        """Note the values of one graph run, full ggml shapes reversed."""
+        for at, value in values.items():
+            if any(matches(p, *at) for p in self.patterns):
+                if self._axes.get(at) is None:
+                    self._parts[at] = [value]
+                else:
+                    self._parts.setdefault(at, []).append(value)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        base, _, number = name.partition("#")
+        found = sorted(n for b, n in self._parts if b == base)
+        at = (base, int(number) if number else found[-1] if found else 0)
+        if at not in self._parts:
+            raise KeyError(f"{name} was not captured; there are {', '.join(self) or 'no values yet'}")
+        parts, axis = self._parts[at], self._axes.get(at)
+        value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
+        return value.reshape(_trimmed(value.shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for name, _ in self._parts))
+
+    def __len__(self) -> int:
+        return len({name for name, _ in self._parts})
+
+
+class Probes:
+    """The captures and patches in force in one session; `graphs` builds, `base` is the key of an everyday graph."""
+
+    def __init__(self, graphs: GraphCache, base: GraphKey):
+        self.graphs = graphs
+        self.base = base
+        self.captures: list[Capture] = []
+        self._patches: list[Patch] = []
+        self._off: list[str] = []
+
+    def key(self, key: GraphKey) -> GraphKey:
+        """Return the key of the graph that serves them all."""
+        if not self.captures and not self._patches:
+            return key
+        return replace(
+            key, options=key.options.but(**dict.fromkeys(self._off, False)), patches=tuple(self._patches),
+            captures=tuple(sorted({_glob(p) for c in self.captures for p in c.patterns} | set(key.captures))),
+        )  # fmt: skip
+
+    @contextmanager
+    def capture(self, patterns: tuple[str, ...]) -> Iterator[Capture]:
+        """Read the nodes that `patterns` name in every graph run inside the block."""
+        axes, off = look(self.graphs.build, self.key(self.base), patterns)
+        found = Capture(patterns, axes)
+        with self._in_force(self.captures, found, off):
+            yield found
+
+    @contextmanager
+    def patch(self, name: str, fn: Callable) -> Iterator[None]:
+        """Put `fn(g, x)` in the place of `name` in every graph run inside the block; its graphs go with the block."""
+        _, off = look(self.graphs.build, self.key(self.base), (name,))
+        with self._in_force(self._patches, Patch(name, fn), off):
+            yield
+
+    @contextmanager
+    def _in_force(self, kind: list, new: object, off: tuple[str, ...]) -> Iterator[None]:
+        kind.append(new)
+        self._off += off
+        try:
+            yield
+        finally:
+            kind.remove(new)
+            for name in off:
+                self._off.remove(name)
+            self.graphs.drop(lambda key: bool(key.captures or key.patches))
+
+
+def look(build: Callable[[GraphKey], Built], key: GraphKey, patterns: Iterable[str]) -> tuple[dict, tuple[str, ...]]:
+    """Find the nodes that `patterns` name → the token axis of each, and the fast options that must be off for them.
+
+    An option must be off when without it there is a node that is not there, or has another shape, with it. Raises
+    GraphError for a pattern that names nothing, with the closest names.
+    """
+    patterns = tuple(patterns)
+    few = replace(key, sizes=replace(key.sizes, n_seq_tokens=FEW[0], n_outputs=FEW[1], keep=()))
+    wanted = _shapes(build, few, patterns)
+    on = [name for name in FAST_OPTIONS if getattr(key.options, name)]
+    off = [name for name in on if wanted != _shapes(build, replace(few, options=few.options.but(**{name: False})), patterns)]
+    options = key.options.but(**dict.fromkeys(off, False))
+    few = replace(few, options=options)
+    wanted = _shapes(build, few, patterns)
+    for pattern in patterns:
+        if not any(matches(pattern, *at) for at in wanted):
+            raise GraphError(f"no node is named {pattern}; {_closest(pattern, _shapes(build, few, ('*',)))}")
+    more = _shapes(build, replace(few, sizes=replace(few.sizes, n_seq_tokens=MORE[0], n_outputs=MORE[1])), patterns)
+    return {at: _token_axis(ne, more.get(at)) for at, ne in wanted.items()}, tuple(off)
+
+
+def _shapes(build: Callable[[GraphKey], Built], key: GraphKey, patterns: tuple[str, ...]) -> dict[tuple[str, int], tuple[int, ...]]:
+    built = build(replace(key, captures=tuple(_glob(p) for p in patterns)))
+    found = {at: node.ne for at, (node, _) in built.kept.items() if any(matches(p, *at) for p in patterns)}
+    built.close()
+    return found
+
+
+def _token_axis(few: tuple[int, ...], more: tuple[int, ...] | None) -> int | None:
+    """Return the numpy axis of a value (ne reversed, four of them) that grew with the tokens."""
+    grown = [i for i, (a, b) in enumerate(zip(few, more or few)) if a != b and any(a * m == b * f for f, m in zip(FEW, MORE))]
+    return 3 - grown[0] if len(grown) == 1 else None
+
+
+def _closest(pattern: str, names: Iterable[tuple[str, int]]) -> str:
+    known = dict.fromkeys(name for name, _ in names)
+    close = get_close_matches(pattern, known, n=4, cutoff=0.4)
+    return f"close to it are {', '.join(close)}" if close else f"there are {len(known)} names, such as {', '.join(list(known)[:4])}"
+
+
+def _glob(pattern: str) -> str:
+    return pattern.partition("#")[0]
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Drop leading ones, as ggml's trailing ones are no dimensions."""
+    first = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
+    return shape[first:]

@@ -1,0 +1,142 @@
+"""Reading and replacing values by name while a session decodes."""
+
+import numpy as np
+import pytest
+
+import qwen3next_ggml as q
+from qwen3next_ggml.errors import GraphError
+from tests.kit import max_abs, reference_of
+
+TOKENS = np.random.default_rng(3).integers(0, 97, 40).tolist()
+FAST = dict(n_ctx=256, type_k="f32", type_v="f32")
+
+
+@pytest.fixture(scope="module")
+def model(toys):
+    with q.load(toys.t0, n_threads=1) as model:
+        yield model
+
+
+@pytest.fixture
+def session(model):
+    with model.session(**FAST, n_ubatch=16) as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def traced(toys):
+    """What the reference computes under each name, one row a token."""
+    model, rows = reference_of(toys.t0), []
+    for token in TOKENS:
+        rows.append({})
+        model.decode([token], trace=rows[-1])
+    return [{name: np.squeeze(value) for name, value in row.items()} for row in rows]
+
+
+@pytest.mark.parametrize("name", ["attn_norm-0", "conv_output_silu-1", "final_output-2", "attn_pregate-3", "ffn_moe_out-1", "l_out-3", "result_norm"])
+@pytest.mark.parametrize("graph, delta_net", [("lean", "fused"), ("plain", "chunked")])
+def test_values_over_several_ubatches_are_the_references(model, traced, name, graph, delta_net):
+    with model.session(**FAST, n_ubatch=16, graph=graph, delta_net=delta_net, flash_attn=False) as s, s.capture(name) as t:
+        s.decode(TOKENS, logits="all")
+    want = np.stack([np.ravel(row[name]) for row in traced])
+    got = t[name].reshape(len(TOKENS), -1)
+    assert max_abs(got, want) < 1e-4
+    assert max_abs(got[::-1], want) > 1e-2
+
+
+def test_a_state_keeps_the_last_value(session, traced):
+    with session.capture("new_state-0") as t:
+        session.decode(TOKENS)
+    # the op keeps the key axis last, as session.state does
+    assert np.array_equal(t["new_state-0"], session.state(0)["s"])
+
+
+def test_reading_everything_changes_no_logits(model):
+    with model.session(**FAST, graph="plain") as s:
+        want = s.decode(TOKENS, logits="all")
+        s.clear()
+        with s.capture("*") as t:
+            got = s.decode(TOKENS, logits="all")
+        assert np.array_equal(got, want) and len(t) > 200
+        s.clear()
+        assert np.array_equal(s.decode(TOKENS, logits="all"), want)
+
+
+def test_only_options_that_hide_a_node_are_switched_off(session):
+    def options(*patterns):
+        with session.capture(*patterns):
+            key = session.probes.key(session.probes.base)
+        return {name for name in ("prune_last", "top_k_first", "expert_sum") if not getattr(key.options, name)}
+
+    assert options("attn_norm-0") == set()
+    assert options("ffn_moe_probs-1") == {"top_k_first"}
+    assert options("l_out-3") == {"prune_last"}
+    assert options("ffn_moe_weighted-0", "l_out-3") == {"expert_sum", "prune_last"}
+
+
+def test_a_repeated_name_is_told_apart(session):
+    with session.capture("Kcur-3", "Vcur-3#0") as t:
+        session.decode(TOKENS[:5])
+    assert t["Kcur-3#0"].shape == (5, 96) and t["Kcur-3"].shape == (5, 4, 24)  # projected; rotated, per head
+    assert list(t) == ["Vcur-3", "Kcur-3"] or list(t) == ["Kcur-3", "Vcur-3"]
+    with pytest.raises(KeyError, match="Kcur-3#7"):
+        t["Kcur-3#7"]
+
+
+@pytest.mark.parametrize("use", [lambda s, name: s.capture(name), lambda s, name: s.patch(name, lambda g, x: x)], ids=["capture", "patch"])
+def test_an_unknown_name_gets_the_closest(session, use):
+    with pytest.raises(GraphError, match="no node is named l_outt-3; close to it are .*l_out-3"), use(session, "l_outt-3"):
+        pass
+    assert not session.probes.captures
+
+
+def test_a_patch_acts_where_it_is_and_nowhere_else(session, traced):
+    want = session.decode(TOKENS, logits="all")
+    session.clear()
+    with session.patch("l_out-1", lambda g, x: g.scale(x, 0.5)), session.capture("l_out-0", "l_out-1", "attn_norm-2") as t:
+        got = session.decode(TOKENS, logits="all")
+    assert max_abs(got, want) > 1e-2
+    assert max_abs(t["l_out-0"], np.stack([row["l_out-0"] for row in traced])) < 1e-4
+    assert max_abs(t["l_out-1"], 0.5 * np.stack([row["l_out-1"] for row in traced])) < 1e-4
+    # what follows was computed from the replaced value: an rms norm does not see its scale
+    assert max_abs(t["attn_norm-2"], np.stack([row["attn_norm-2"] for row in traced])) < 1e-4
+    session.clear()
+    assert np.array_equal(session.decode(TOKENS, logits="all"), want)
+
+
+def test_a_direction_enters_as_an_array(session):
+    direction = np.random.default_rng(1).normal(size=64)
+    want = session.decode(TOKENS[:8])
+    session.clear()
+    with session.patch("l_out-3", lambda g, x: g.add(x, g.input("direction", 0 * direction))):
+        assert max_abs(session.decode(TOKENS[:8]), want) < 1e-5
+    session.clear()
+    with session.patch("l_out-3", lambda g, x: g.add(x, g.input("direction", direction))):
+        assert max_abs(session.decode(TOKENS[:8]), want) > 1e-2
+
+
+def test_a_name_given_twice_on_the_way_is_replaced_once(session):
+    with session.patch("ffn_moe_out-0", lambda g, x: g.scale(x, 2.0)), session.capture("ffn_moe_out-0") as twice:
+        session.decode(TOKENS[:4])
+    session.clear()
+    with session.capture("ffn_moe_out-0") as once:
+        session.decode(TOKENS[:4])
+    assert max_abs(twice["ffn_moe_out-0"], 2 * once["ffn_moe_out-0"]) < 1e-6
+
+
+@pytest.mark.parametrize("fn, says", [(lambda g, x: g.sum(x), r"expected a value of shape \[64, 3, 1, 1\], got \[1, 1, 1, 1\]"), (lambda g, x: 5, "got 5")])
+def test_a_patch_of_another_shape_is_refused(session, fn, says):
+    want = session.decode(TOKENS[:3])
+    session.clear()
+    with session.patch("l_out-0", fn), pytest.raises(GraphError, match=says):
+        session.decode(TOKENS[:3])
+    assert session.n_past() == 0 and np.array_equal(session.decode(TOKENS[:3]), want)
+
+
+def test_graphs_of_a_block_go_with_it(session):
+    session.decode(TOKENS[:3])
+    n = len(session.graphs)
+    for i in range(3):
+        with session.patch("l_out-0", lambda g, x, i=i: g.scale(x, 1.0 + i)):
+            session.decode([1])
+    assert len(session.graphs) <= n + 1
