@@ -311,7 +311,7 @@ class Session:
         return self.memory.recurrent_state(il, seq)
 
     def graph(self, n_tokens: int = 1, *, lines: bool = False) -> GraphView:
-        """Return, as data, the graph that takes `n_tokens` more tokens of sequence 0; nothing is computed.
+        """Return, as data, the graph that takes `n_tokens` more tokens of sequence 0, patches included; nothing is computed.
 
         With `lines` every node knows the Python lines that made it. Raises OptionError for more tokens than are computed at once.
         """
@@ -322,7 +322,7 @@ class Session:
         keep = self.memory.recurrent.keep(n_tokens)
         head = None if keep else self.memory.recurrent.head([0])
         sizes = Sizes(n_tokens, 1, 1, n_kv, head, keep, hidden=self.drafter is not None)
-        return list_graph(self.model, self.memory.state, GraphKey(sizes, self.options), lines=lines)
+        return list_graph(self.model, self.memory.state, self.probes.key(GraphKey(sizes, self.options)), lines=lines)
 
     # life
 

@@ -97,6 +97,18 @@ def test_a_session_shows_what_it_would_run(toys):
             assert kept[0].shape[-1] == 3
 
 
+def test_patches_are_shown_with_the_line_they_come_from(toys):
+    with qwen3next_ggml.load(toys.t0, n_threads=1) as model, model.session(n_ctx=256) as s:
+        plain = s.graph()
+        with s.patch("attn_norm-1", lambda g, x: g.scale(x, 0.5)):
+            view = s.graph(lines=True)
+        assert s.graph() == plain
+    node = one(view, "attn_norm-1")
+    assert (node.op, node.layer, node.scope, view.by_id[node.sources[0]].name) == ("SCALE", 1, "delta-net", "attn_norm-1 (before patch)")
+    assert node.line.startswith("test_graph_view.py:") and node.lines[-1].startswith("models/qwen3next.py:")
+    assert len(view.nodes) == len(plain.nodes) + 1
+
+
 def test_decode_and_prefill_show_their_forms(toy):
     ops = {form: {node.op for node in view_of(toy, *form).nodes} for form in FORMS}
     assert {form for form in FORMS if "GATED_DELTA_NET" in ops[form]} == set(FORMS[:3])
@@ -148,6 +160,8 @@ def test_what_reads_a_weight_belongs_to_its_part(toy, graph, delta_net, n_tokens
                 else "ffn" if name.startswith("post_attention_norm") else mixer
             )  # fmt: skip
             assert (node.layer, node.scope) == (int(il), wanted), node
+    norms = [n.scope for n in view.nodes if n.name == "norm-0" and n.op == "RMS_NORM"]
+    assert norms == ["delta-net", "delta-net", "ffn"], "each norm of a layer goes with what reads it"
     assert one(view, "model.embed_tokens").scope == "embd" and one(view, "result_output").scope == "head"
 
 

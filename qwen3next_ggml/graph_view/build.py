@@ -10,6 +10,7 @@ from ..graph.builder import GraphBuilder
 from ..graph.inputs import Inputs, Sizes
 from ..graph.key import GraphKey, node_budget
 from ..graph.options import GraphOptions
+from ..graph.patch import patched
 from ..graph.state import GraphState, KvSpec, RecurrentSpec
 from ..memory.kv_cache import N_PAD, KvCache
 from ..memory.recurrent import RecurrentMemory
@@ -53,7 +54,8 @@ def list_graph(model, state: GraphState, key: GraphKey, *, lines: bool = False) 
     budget = node_budget(key, 1 if key.mtp else hp.n_layer, hp.n_expert_used)
     with ggml.Context(budget, graph_size=budget) as ctx:
         graph = ggml.Graph(ctx, budget)
-        g = (LineRecorder if lines else GraphBuilder)(ctx, graph, key.options, scales=weights.scales)
+        make = LineRecorder if lines else GraphBuilder
+        g = make(ctx, graph, key.options, scales=weights.scales, on_name=patched(key.patches))
         emit = arch.build_arch_graph_mtp if key.mtp else arch.build_arch_graph
         emit(g, hp, weights, Inputs(g, sizes, **arch.inputs(hp)), state)
         layer_of = g.node_layers()

@@ -17,8 +17,8 @@ OUTSIDE_LAYERS = {"model.embed_tokens": EMBD, "h_nextn": HEAD, "result_norm": HE
 ROUTING = ("logits", "probs", "argsort", "topk", "weights")
 SHARED_NAMES = ("ffn_up", "ffn_gate", "ffn_swiglu", "ffn_shexp", "shared_expert_gate")
 FFN_NAMES = frozenset({"attn_post_norm", "ffn_out", "post_moe", "l_out"})
-# what ggml adds to the name of a tensor it derives another one from
-DERIVED = re.compile(r" \((view|reshaped|permuted|transposed|cont|copy|copy of .*)(\)|$)")
+# what ggml adds to the name of a tensor it derives another one from, and a patch to what it replaces
+DERIVED = re.compile(r" \((before patch|view|reshaped|permuted|transposed|cont|copy|copy of .*)(\)|$)")
 NAMED = re.compile(r"(?P<base>.+?)-(?P<layer>\d+)")
 CACHE = re.compile(r"cache_(?P<kind>[krsv])_l(?P<layer>\d+)")
 
