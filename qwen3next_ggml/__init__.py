@@ -17,6 +17,7 @@ _HOME = {
     "Step": "generate",
     "SamplerParams": "sampler",
     "write_toy": "toy",
+    "write_trace": "trace",
 }
 
 __all__ = [*_HOME, "__version__"]

@@ -31,17 +31,22 @@ class Capture(Mapping):
 
     def __init__(self, patterns: tuple[str, ...], axes: Mapping[tuple[str, int], int | None]):
         self.patterns = patterns
-        self._axes = axes
+        self.axes = axes
         self._parts: dict[tuple[str, int], list[np.ndarray]] = {}
 
     def add(self, values: Mapping[tuple[str, int], np.ndarray]) -> None:
         """Note the values of one graph run, full ggml shapes reversed."""
         for at, value in values.items():
             if any(matches(p, *at) for p in self.patterns):
-                if self._axes.get(at) is None:
+                if self.axes.get(at) is None:
                     self._parts[at] = [value]
                 else:
                     self._parts.setdefault(at, []).append(value)
+
+    def take(self) -> dict[tuple[str, int], list[np.ndarray]]:
+        """Return what was noted since the last time, (name, occurrence) → values of one graph run each, and forget it."""
+        taken, self._parts = self._parts, {}
+        return taken
 
     def __getitem__(self, name: str) -> np.ndarray:
         base, _, number = name.partition("#")
@@ -49,9 +54,9 @@ class Capture(Mapping):
         at = (base, int(number) if number else found[-1] if found else 0)
         if at not in self._parts:
             raise KeyError(f"{name} was not captured; there are {', '.join(self) or 'no values yet'}")
-        parts, axis = self._parts[at], self._axes.get(at)
+        parts, axis = self._parts[at], self.axes.get(at)
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
-        return value.reshape(_trimmed(value.shape))
+        return value.reshape(trimmed(value.shape))
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(name for name, _ in self._parts))
@@ -151,7 +156,7 @@ def _glob(pattern: str) -> str:
     return pattern.partition("#")[0]
 
 
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Drop leading ones, as ggml's trailing ones are no dimensions."""
     first = next((i for i, n in enumerate(shape) if n != 1), len(shape) - 1)
     return shape[first:]
