@@ -11,6 +11,7 @@ EXPECTED = {
     "generate.py": r"\n\d+ tokens per second, ended by (length|eog)\n$",
     "next_token.py": r" then '.*' 0\.\d\d, ",
     "two_sequences.py": r"--- sequence 1, \d+ tokens\nThe king is[\s\S]*--- [1-4] graphs built for 24 steps\n$",
+    "speculative.py": r"^(up to (\d|auto) drafted: .* same text\n){4}$",
     "own_graph.py": r"^largest difference \d\.\de-0[5-9]\n$",
 }
 
