@@ -3,14 +3,19 @@
 import csv
 import io
 import json
+import os
 import time
 from xml.etree import ElementTree
 
+import gguf
+import numpy as np
 import pytest
 
 from qwen3next_ggml import ggml
+from qwen3next_ggml.geometry import model_of
 from qwen3next_ggml.gguf_file import GgufFile
 from qwen3next_ggml.tensors import weights
+from qwen3next_ggml.toy import _add_value
 
 PARSERS = {
     "csv": lambda text: len(list(csv.DictReader(io.StringIO(text)))),
@@ -85,6 +90,29 @@ def test_48_layers_without_a_file_in_three_seconds(qgraph, no_data):
     assert len(lines) > 3000 and any(" blk.47.attn_q.weight, " in line and " q4_k" not in line for line in lines)
     nextn = output(qgraph("graph", "--geometry", "qwen3-next-80b", "--mtp", "--stats"))
     assert nextn.startswith("the NextN block, 1 token")
+
+
+def test_a_file_of_80_billion_parameters_lists_in_seconds(qgraph, tmp_path, no_data):
+    """Its data is a hole that takes no room on the disk."""
+    path = tmp_path / "big.gguf"
+    with model_of("qwen3-next-80b", type="q4_k") as model:
+        writer = gguf.GGUFWriter(path, "qwen3next")
+        for key, value in model.file.metadata.items():
+            if key != "general.architecture":
+                _add_value(writer, key, value)
+        for info in model.tensors.values():
+            writer.add_tensor_info(info.name, info.ne[::-1], np.dtype(np.float32), info.nbytes, gguf.GGMLQuantizationType(info.type_id))
+        nbytes = sum(-(-info.nbytes // 32) * 32 for info in model.tensors.values())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, -(-path.stat().st_size // 32) * 32 + nbytes)
+    assert nbytes > 40e9
+    start = time.process_time()
+    listed = output(qgraph("graph", path))
+    assert time.process_time() - start < 3
+    assert listed == output(qgraph("graph", "--geometry", "qwen3-next-80b", "--type", "q4_k"))
 
 
 def test_what_cannot_be_shown(qgraph, toys):
