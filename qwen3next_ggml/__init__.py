@@ -16,6 +16,7 @@ _HOME = {
     "stream_generate": "generate",
     "Step": "generate",
     "SamplerParams": "sampler",
+    "control_vector": "steering",
     "write_toy": "toy",
     "write_trace": "trace",
 }

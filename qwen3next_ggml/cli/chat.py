@@ -16,6 +16,7 @@ from .generation import generation_options
 from .options import json_option, model_options, option, session_options
 from .output import complain, emit_json, note
 from .prompts import prompt_options, template_options
+from .steering import steering_options
 
 HELP = "/clear forgets the conversation, /stats shows its size and speed, /exit or Ctrl-D ends it; Ctrl-C stops an answer"
 
@@ -27,18 +28,19 @@ HELP = "/clear forgets the conversation, /stats shows its size and speed, /exit 
 @template_options
 @generation_options
 @drafting_options
+@steering_options
 @option("--show-prompt", is_flag=True, help="print on stderr exactly what the model reads")
 @option("-v", "--verbose", is_flag=True, help="say which model runs on what")
 @session_options
 @json_option
-def command(model, prompt, single_turn, template, generation, drafting, show_prompt, verbose, session, as_json) -> None:
+def command(model, prompt, single_turn, template, generation, drafting, steering, show_prompt, verbose, session, as_json) -> None:
     """Talk with a model by its file's chat template.
 
     -p or -f is the first message, each line of input another one; /clear forgets the conversation, /stats shows its size and the last
     answer's speed, /exit ends it. Ctrl-C stops an answer. A turn evaluates its new tokens only.
     """
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with model.load() as loaded, session.open(loaded, **drafting.session_options()) as opened:
+    with model.load() as loaded, session.open(loaded, **drafting.session_options()) as opened, steering.on(opened):
         settings = generation.settings(opened.n_ctx, prompt.read) | drafting.settings
         talk = Conversation(loaded, opened, template.of(loaded), template.variables, template.system, settings)
         if verbose or interactive:

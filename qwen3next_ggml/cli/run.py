@@ -11,6 +11,7 @@ from .generation import generation_options
 from .options import json_option, model_options, option, session_options
 from .output import emit_json, note
 from .prompts import prompt_options, template_options
+from .steering import steering_options
 
 DEFAULT_PROMPT = "ROMEO.\n"
 
@@ -24,6 +25,7 @@ DEFAULT_PROMPT = "ROMEO.\n"
 @template_options
 @generation_options
 @drafting_options
+@steering_options
 @option("--display-prompt/--no-display-prompt", default=True, help="print the prompt before its continuation  [default: yes]")
 @option("--no-parse-special", is_flag=True, help="read the texts of control tokens in the prompt as plain text")
 @option("--show-prompt", is_flag=True, help="print on stderr exactly what the model reads")
@@ -31,7 +33,7 @@ DEFAULT_PROMPT = "ROMEO.\n"
 @session_options
 @json_option
 def command(
-    model, prompt, turn, single_turn, template, generation, drafting, display_prompt, no_parse_special, show_prompt, verbose, session, as_json
+    model, prompt, turn, single_turn, template, generation, drafting, steering, display_prompt, no_parse_special, show_prompt, verbose, session, as_json
 ) -> None:
     """Continue a prompt.
 
@@ -42,7 +44,7 @@ def command(
     if text is None:
         raise click.UsageError("no prompt: give one with -p, -f or on standard input")
     in_turn = bool(single_turn or template.system is not None) if turn is None else turn
-    with model.load() as loaded, session.open(loaded, **drafting.session_options()) as opened:
+    with model.load() as loaded, session.open(loaded, **drafting.session_options()) as opened, steering.on(opened):
         if verbose:
             announce(loaded, opened)
         settings = generation.settings(opened.n_ctx, prompt.read) | drafting.settings

@@ -12,8 +12,8 @@ from .prompts import prompt_options
 @click.command(name="trace")
 @model_options
 @prompt_options
-@option("--capture", "patterns", multiple=True, default=("l_out-*",), metavar="NAME", show_default="l_out-*",
-        help="llama.cpp's name of a value, or a glob over names; may be given several times")
+@option("--capture", "patterns", multiple=True, default=("l_out-*",), metavar="NAME", show_default=False,
+        help="llama.cpp's name of a value, or a glob over names; may be given several times  [default: l_out-*]")
 @option("-o", "--output", required=True, metavar="FNAME", help="the safetensors file to write")
 @option("--no-parse-special", is_flag=True, help="read the texts of control tokens in the prompt as plain text")
 @session_options
