@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from functools import cached_property
+from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from .gguf_file import GgufFile, fingerprint
 from .hparams import Metadata
 from .session import Session
 from .session_file import check_model, open_session_file, restore
+from .surgery import RelayeredWeights, chosen_layers, relayered
 from .tensors import TensorTable, load_weights
 
 if TYPE_CHECKING:
@@ -29,11 +31,14 @@ def embedded_model() -> Path:
 def load(
     path: str | os.PathLike | None = None, *, device: str | Sequence[str] = "CPU", n_threads: int | None = None,
     ggml: str | None = None, load_mtp: bool = True, weights: bool = True, repack: bool | str = False, mmap: bool = True,
+    layers: Sequence[int] | None = None, skip: Sequence[int] = (),
 ) -> "Model":  # fmt: skip
     """Load a GGUF file (any shard of a set; no path: the embedded model).
 
     `device` is a ggml device name or a list over which layers are spread evenly; `ggml` selects the provider;
     `repack` puts matrices into the CPU's own layout, which costs a copy; `weights=False` reads metadata only.
+    `layers` lists the layers to run in order, `skip` those to leave out, both by their numbers in the file: the model's layers
+    are then numbered anew, a repeated one has a state of its own, and there is no NextN block.
     Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.
     """
     if n_threads is not None and n_threads < 1:
@@ -48,12 +53,15 @@ def load(
         arch = models.find(file.arch)
         hp = arch.load_arch_hparams(Metadata(file.metadata, file.arch))
         table = TensorTable()
-        arch.load_arch_tensors(table, hp, load_mtp=load_mtp)
+        chosen = chosen_layers(hp, layers, skip)
+        arch.load_arch_tensors(table, hp, load_mtp=load_mtp and chosen is None)
         loaded = load_weights(file, table, devices, repack=repack, mmap=mmap, data=weights)
     except BaseException:
         file.close()
         raise
-    return Model(file, arch, hp, loaded, devices, n_threads or available_cpus(), computes=weights)
+    if chosen is not None:
+        hp, loaded = relayered(hp, chosen), RelayeredWeights(loaded, chosen)
+    return Model(file, arch, hp, loaded, devices, n_threads or available_cpus(), computes=weights, layers=chosen)
 
 
 def available_cpus() -> int:
@@ -62,9 +70,12 @@ def available_cpus() -> int:
 
 
 class Model:
-    """A loaded model: `hparams`, `weights`, `tokenizer`, `chat_template`, and `session()`."""
+    """A loaded model: `hparams`, `weights`, `tokenizer`, `chat_template`, and `session()`.
 
-    def __init__(self, file, arch, hparams, weights, devices, n_threads, *, computes: bool = True):
+    `layers` are the file's layers in the order they run, None for the file's own order.
+    """
+
+    def __init__(self, file, arch, hparams, weights, devices, n_threads, *, computes: bool = True, layers: tuple[int, ...] | None = None):
         self.file = file
         self.arch = arch
         self.hparams = hparams
@@ -72,6 +83,7 @@ class Model:
         self.devices = devices
         self.layer_devices = [weights.device_of(il) for il in range(hparams.n_layer_all)]
         self.n_threads = n_threads
+        self.layers = layers
         self._computes = computes
 
     @property
@@ -95,7 +107,8 @@ class Model:
     @cached_property
     def fingerprint(self) -> str:
         """What tells this model from others in a session file."""
-        return fingerprint(self.file)
+        whole = fingerprint(self.file)
+        return whole if self.layers is None else sha256(f"{whole} {self.layers}".encode()).hexdigest()
 
     def device_index(self, il: int) -> int:
         """Return which of `devices` layer `il` lives on."""
