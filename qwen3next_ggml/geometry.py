@@ -65,4 +65,4 @@ def model_of(
     file = Declared(geometry, module.ARCH, md.values, decls, GgmlType.of(type))
     devices = [ggml_layer.device(device)]
     weights = load_weights(file, table, devices, data=False)
-    return Model(file, module, hp, weights, devices, available_cpus())
+    return Model(file, module, hp, weights, devices, available_cpus(), computes=False)

@@ -10,7 +10,7 @@ import pytest
 
 import qwen3next_ggml
 from qwen3next_ggml import ggml
-from qwen3next_ggml.errors import OptionError
+from qwen3next_ggml.errors import OptionError, QGraphError
 from qwen3next_ggml.geometry import model_of
 from qwen3next_ggml.graph.builder import GraphBuilder
 from qwen3next_ggml.graph.inputs import Sizes
@@ -309,3 +309,8 @@ def test_csv_has_a_row_per_node(toy):
     assert [(row["id"], row["name"], row["op"], int(row["FLOPs"]), row["made by"]) for row in rows] == [
         (n.id, n.name, n.op, n.flops, n.line) for n in view.nodes
     ]
+
+
+def test_a_model_without_a_file_makes_no_session(big):
+    with pytest.raises(QGraphError):
+        big.session(n_ctx=256)
