@@ -21,7 +21,7 @@ from .windows import Windows
 
 MAGIC = b"_logits_"
 HEAD = struct.Struct("<8s3i")
-# tokens this much less likely than the best one (in nats) share the lowest step
+# tokens this much less likely than the best one (in nats) share the lowest step: a base that was surprised more than that reads back better
 RANGE = 16.0
 STEPS = 65535
 N_PARAMS = 4
