@@ -1,5 +1,6 @@
 """Write docs/cli.md from the commands themselves; `python docs/make_cli.py` after a change, a test compares."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -20,7 +21,18 @@ printed kept. Options marked with a variable fall back on `QGRAPH_<variable>`, t
 def render() -> str:
     """Return the page."""
     group = click.Context(cli, info_name="qgraph", **cli.context_settings)
-    return HEAD + "".join(section(click.Context(cli.get_command(group, name), group, name)) for name in cli.list_commands(group))
+    return HEAD + "".join(sections(group, cli))
+
+
+def sections(ctx: click.Context, group: click.Group, before: str = "") -> Iterator[str]:
+    """Yield the part of each command of a group, those of groups in it under both names."""
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        inner = click.Context(command, ctx, f"{before}{name}")
+        if isinstance(command, click.Group):
+            yield from sections(inner, command, f"{name} ")
+        else:
+            yield section(inner)
 
 
 def section(ctx: click.Context) -> str:

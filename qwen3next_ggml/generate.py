@@ -50,8 +50,8 @@ class Step:
 def stream_generate(
     model, prompt: str | Sequence[int], *, n_predict: int = -1, session=None, seq: int = 0, special: bool = False,
     parse_special: bool = False, ignore_eos: bool = False, stop: str | Sequence[str] = (),
-    logits_processors: Sequence[LogitsProcessor] = (), params: SamplerParams | None = None, spec_type: str = "none",
-    spec_draft_n_max: int | str = 3, spec_draft_p_min: float = 0.0, **sampling,
+    logits_processors: Sequence[LogitsProcessor] = (), params: SamplerParams | None = None, sampler: Sampler | None = None,
+    spec_type: str = "none", spec_draft_n_max: int | str = 3, spec_draft_p_min: float = 0.0, **sampling,
 ) -> Iterator[Step]:  # fmt: skip
     """Continue a prompt; yields a Step for each token.
 
@@ -61,22 +61,32 @@ def stream_generate(
     logits_processors: called with all tokens so far and logits [n_vocab], return logits. spec_type: "draft-mtp" lets the
     file's NextN head guess tokens ahead, as in SpecParams; temp 0 gives the text it gives without, other settings the same
     distribution. A session handed in must be made for it, and holds guessed tokens too between two steps. params and
-    further names are fields of SamplerParams. Raises OptionError at the call, UnsupportedModelError where there is no head;
-    while running, ContextFull before anything is evaluated, and NonFinite.
+    further names are fields of SamplerParams; sampler: one to go on with instead, as `make_sampler` makes it. Raises
+    OptionError at the call, UnsupportedModelError where there is no head; while running, ContextFull before anything is
+    evaluated, and NonFinite.
     """
     if n_predict < -1:
         raise OptionError(f"n_predict is {n_predict}, expected -1 (until the context is full) or more")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise OptionError("a stop string is empty")
-    params = replace(params or SamplerParams(), **sampling)
-    if ignore_eos:
-        params = replace(params, logit_bias={**params.logit_bias, **dict.fromkeys(model.tokenizer.eog, -np.inf)})
+    if sampler is None:
+        sampler = make_sampler(model, params, ignore_eos=ignore_eos, **sampling)
+    elif params is not None or ignore_eos or sampling:
+        raise OptionError("a sampler was given, and options of another one")
     spec = SpecParams(spec_type, spec_draft_n_max, spec_draft_p_min)
     spec.check(model, session)
     tokens = _prompt_tokens(model, prompt, parse_special)
-    choose = _Chooser(tokens, Sampler(params), tuple(logits_processors))
+    choose = _Chooser(tokens, sampler, tuple(logits_processors))
     return _generate(model, session, seq, choose, _TextOut(model.tokenizer.stream(special=special), stops), n_predict, spec)
+
+
+def make_sampler(model, params: SamplerParams | None = None, *, ignore_eos: bool = False, **sampling) -> Sampler:
+    """Return the sampler that `stream_generate` makes of these arguments."""
+    params = replace(params or SamplerParams(), **sampling)
+    if ignore_eos:
+        params = replace(params, logit_bias={**params.logit_bias, **dict.fromkeys(model.tokenizer.eog, -np.inf)})
+    return Sampler(params)
 
 
 def _prompt_tokens(model, prompt, parse_special: bool) -> list[int]:
@@ -99,8 +109,7 @@ class _Chooser:
     def __init__(self, tokens: list[int], sampler: Sampler, processors: tuple[LogitsProcessor, ...]):
         self.tokens, self.sampler, self.processors = tokens, sampler, processors
         self.n_prompt = len(tokens)
-        for token in tokens:
-            sampler.accept(token)
+        sampler.look_back(tokens)
 
     def __call__(self, logits: np.ndarray, proposal: Proposal | None = None) -> int:
         n_vocab = len(logits)

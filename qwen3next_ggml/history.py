@@ -46,13 +46,13 @@ class History:
         if hidden is not None:
             held.hidden = np.concatenate([held.hidden, hidden]) if held.n_hidden else hidden
 
-    def truncate(self, seq: int, n_past: int) -> None:
-        """Keep the first `n_past` tokens of `seq`; the logits go unless nothing else does."""
+    def truncate(self, seq: int, n_past: int, logits: np.ndarray | None = None) -> None:
+        """Keep the first `n_past` tokens of `seq`, after the last of which there are these logits; all stays where nothing goes."""
         held = self._held[seq]
         n_gone = len(held.tokens) - n_past
         if n_gone > 0:
             del held.tokens[n_past:]
-            held.logits = None
+            held.logits = logits
             if held.hidden is not None:
                 held.hidden = held.hidden[: max(held.n_hidden - n_gone, 0)]
             held.fed = min(held.fed, n_past)
@@ -64,15 +64,16 @@ class History:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Recurrent states after `n_past` tokens that all of `seqs` share."""
+    """Recurrent states after `n_past` tokens that all of `seqs` share, and the logits [n_vocab] after them where there were any."""
 
     n_past: int
     values: Snapshot
     seqs: set[int]
+    logits: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.values.values())
+        return sum(x.nbytes for x in self.values.values()) + (0 if self.logits is None else self.logits.nbytes)
 
 
 class Checkpoints:
@@ -89,9 +90,9 @@ class Checkpoints:
     def nbytes(self) -> int:
         return sum(c.nbytes for c in self.taken)
 
-    def add(self, seqs: Iterable[int], n_past: int, values: Snapshot) -> bool:
+    def add(self, seqs: Iterable[int], n_past: int, values: Snapshot, logits: np.ndarray | None = None) -> bool:
         """Keep `values` as the state of `seqs` after `n_past` tokens; False when even alone they exceed the budget."""
-        new = Checkpoint(n_past, values, set(seqs))
+        new = Checkpoint(n_past, values, set(seqs), logits)
         if new.nbytes > self.budget:
             return False
         for seq in new.seqs:
@@ -105,9 +106,9 @@ class Checkpoints:
         """Return the largest token count up to `n_past` that `seq` has a checkpoint of."""
         return max((n for n in self.of(seq) if n <= n_past), default=None)
 
-    def get(self, seq: int, n_past: int) -> Snapshot:
-        """Return the states taken of `seq` after `n_past` tokens."""
-        return next(c.values for c in self.taken if c.n_past == n_past and seq in c.seqs)
+    def get(self, seq: int, n_past: int) -> Checkpoint | None:
+        """Return the checkpoint of `seq` after `n_past` tokens."""
+        return next((c for c in self.taken if c.n_past == n_past and seq in c.seqs), None)
 
     def of(self, seq: int) -> list[int]:
         """Return the token counts `seq` has checkpoints of, ascending."""

@@ -14,7 +14,7 @@ from .errors import OptionError
 from .gguf_file import GgufFile, fingerprint
 from .hparams import Metadata
 from .session import Session
-from .session_file import check_model, open_session_file, restore
+from .session_file import SessionFile, check_model, open_session_file, restore, restore_sampler
 from .surgery import RelayeredWeights, chosen_layers, relayered
 from .tensors import TensorTable, load_weights
 
@@ -120,17 +120,19 @@ class Model:
             raise OptionError("the model was loaded with weights=False; load it with its weights to compute")
         return Session(self, **options)
 
-    def load_session(self, path: str | os.PathLike, *, sampler=None, **changes) -> Session:
+    def load_session(self, path: str | os.PathLike | SessionFile, *, sampler=None, **changes) -> Session:
         """Return a session that goes on where the saved one was; `changes` are options that shall differ from its own.
 
-        K and V are converted where their type differs. `sampler` gets back the draws of the one saved with it. Raises
+        K and V are converted where their type differs; `sampler` goes on where the one was that was saved with it. Raises
         StateError for a damaged file, another model's session, or one that does not fit; else what `session` raises.
         """
-        saved = open_session_file(path)
+        saved = path if isinstance(path, SessionFile) else open_session_file(path)
         check_model(saved, self)
         session = self.session(**saved.options | changes)
         try:
-            restore(saved, session, sampler=sampler)
+            restore(saved, session)
+            if sampler is not None:
+                restore_sampler(saved, sampler)
         except BaseException:
             session.close()
             raise

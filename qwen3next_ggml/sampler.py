@@ -7,7 +7,7 @@ both. Knows nothing of models, tokenizers or text.
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -241,6 +241,16 @@ class Twister:
     def single(self) -> float:
         return min(float(np.float32(self._bits.random_raw()) / np.float32(2**32)), 1 - 2**-24)
 
+    @property
+    def state(self) -> np.ndarray:
+        """Where in its numbers it is: 624 words and the index of the next one, uint32 [625]; can be set."""
+        state = self._bits.state["state"]
+        return np.array([*state["key"], state["pos"]], np.uint32)
+
+    @state.setter
+    def state(self, words: np.ndarray) -> None:
+        self._bits.state = {"bit_generator": "MT19937", "state": {"key": words[:-1], "pos": int(words[-1])}}
+
 
 # steps that look at more than the logits: a proposal is made without them
 _NOT_OF_LOGITS = ("penalties", "xtc")
@@ -294,6 +304,24 @@ class Sampler:
     def accept(self, token: int) -> None:
         """Note a token of the prompt or one that was chosen."""
         self._history.append(token)
+
+    def look_back(self, tokens: Sequence[int]) -> None:
+        """Let the penalties look back on these tokens, and on none accepted before."""
+        self._history.clear()
+        self._history.extend(tokens)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return seed, random numbers and the tokens looked back on, for `restore`."""
+        return {
+            "seed": np.array(self.seed, np.uint32), "draws": self._draws.state, "xtc_draws": self._xtc_draws.state,
+            "history": np.array(self._history, np.int32),
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on where the sampler was whose state this is; the parameters stay."""
+        self.seed = int(state["seed"])
+        self._draws.state, self._xtc_draws.state = state["draws"], state["xtc_draws"]
+        self.look_back(state["history"].tolist())
 
     def candidates(self, logits: np.ndarray) -> Candidates:
         """Return what the chain leaves of logits [n_vocab], which stay as they are. Raises NonFinite, OptionError."""

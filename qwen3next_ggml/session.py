@@ -212,7 +212,8 @@ class Session:
             self.last_evaluated, self.last_reuse = 0, "nothing new: the last logits are still here"
             return held.logits[None].copy()
         # the last token is run again where its logits are gone
-        limit = min(shared, len(wanted) - 1)
+        kept = self.checkpoints.get(seq, len(wanted))
+        limit = min(shared, len(wanted) - (kept is None or kept.logits is None))
         start = self._nearest(seq, limit) or 0
         self.memory.check_after(seq, start, len(wanted) - start)
         if start == n_held:
@@ -220,11 +221,11 @@ class Session:
         elif self.memory.can_rewind(seq, start):
             reuse = f"rolled back from {n_held} to {start}"
         else:
-            kept = f"went back to the checkpoint at {start}" if start else "no state from before that is kept, so it starts over"
-            reuse = f"parts from the {n_held} tokens held after {limit}; {kept}"
+            how = f"went back to the checkpoint at {start}" if start else "no state from before that is kept, so it starts over"
+            reuse = f"parts from the {n_held} tokens held after {limit}; {how}"
         self._go_back(seq, start)
         self.last_evaluated, self.last_reuse = len(wanted) - start, reuse
-        return self.decode(ids[start:], seq=seq)
+        return self.decode(ids[start:], seq=seq) if start < len(wanted) else held.logits[None].copy()
 
     def rewind(self, seq: int = 0, *, n: int) -> None:
         """Take back the last `n` tokens of `seq`.
@@ -258,13 +259,14 @@ class Session:
 
     def _go_back(self, seq: int, n_past: int) -> None:
         """Bring `seq` to a token count that `_nearest` gave, or to 0."""
+        kept = self.checkpoints.get(seq, n_past)
         if self.memory.can_rewind(seq, n_past):
             self.memory.rewind(seq, n_past)
         elif n_past == 0:
             self.memory.clear(seq)
         else:
-            self.memory.restore(seq, n_past, self.checkpoints.get(seq, n_past))
-        self.history.truncate(seq, n_past)
+            self.memory.restore(seq, n_past, kept.values)
+        self.history.truncate(seq, n_past, None if kept is None else kept.logits)
         self.checkpoints.forget(seq, n_past)
 
     def fork(self, seq: int, *, dst: int) -> None:
@@ -276,7 +278,7 @@ class Session:
     def checkpoint(self, seq: int = 0) -> bool:
         """Copy the recurrent states of `seq` to the host, to go back to; False when the budget has no room for one."""
         self.memory.check({seq: 0})
-        return self.checkpoints.add([seq], self.memory.n_past[seq], self.memory.snapshot(seq))
+        return self.checkpoints.add([seq], self.memory.n_past[seq], self.memory.snapshot(seq), self.history[seq].logits)
 
     def clear(self, seq: int = 0) -> None:
         """Forget sequence `seq`; it starts again from zeros."""
@@ -285,7 +287,7 @@ class Session:
         self.checkpoints.forget(seq)
 
     def save(self, path: str | os.PathLike, *, sampler=None) -> None:
-        """Write everything the session holds to a file for `Model.load_session`, with the draws of `sampler` if given.
+        """Write everything the session holds to a file for `Model.load_session`, and where `sampler` is, if given.
 
         The file is replaced in one step; StateError when it cannot be written, and what was there stays.
         """

@@ -46,6 +46,10 @@ class SessionFile:
             options["graph"] = GraphOptions(**options["graph"])
         return options
 
+    @property
+    def has_sampler(self) -> bool:
+        return any(name.startswith("sampler.") for name in self.arrays)
+
     def snapshot(self, name: str, recurrent) -> dict[tuple[int, str], np.ndarray]:
         """Return the recurrent states under `name`, in the shapes of that memory's specs."""
         return {(s.il, s.name): self.array(f"{name}.{s.il}.{s.name}", *s.ne[::-1]) for s in recurrent.specs}
@@ -55,7 +59,7 @@ class SessionFile:
 
 
 def save(session, path: str | os.PathLike, *, sampler=None) -> None:
-    """Write all that `session` holds, and the draws of `sampler`, to `path`. Raises StateError when the system refuses."""
+    """Write all that `session` holds, and where `sampler` is, to `path`. Raises StateError when the system refuses."""
     memory, history = session.memory, session.history
     seqs = [seq for seq, n in enumerate(memory.n_past) if n]
     arrays: dict[str, np.ndarray | Lazy] = {}
@@ -66,6 +70,8 @@ def save(session, path: str | os.PathLike, *, sampler=None) -> None:
     for i, checkpoint in enumerate(session.checkpoints.taken):
         for s in memory.recurrent.specs:
             arrays[f"checkpoint.{i}.{s.il}.{s.name}"] = checkpoint.values[s.il, s.name].reshape(s.ne[::-1])
+        if checkpoint.logits is not None:
+            arrays[f"checkpoint.{i}.logits"] = checkpoint.logits
     _add_cells(arrays, memory.kv, seqs)
     if sampler is not None:
         arrays |= {f"sampler.{name}": x for name, x in sampler.state().items()}
@@ -141,29 +147,35 @@ def check_model(saved: SessionFile, model) -> None:
         raise StateError(f"{saved.path} belongs to another model: saved with {told[0]}, this is {told[1]}")
 
 
-def restore(saved: SessionFile, session, *, sampler=None) -> None:
-    """Fill a new session, and give `sampler` back its draws. Raises StateError with the reason when it cannot hold it all."""
+def restore(saved: SessionFile, session) -> None:
+    """Fill a new session. Raises StateError with the reason when it cannot hold it all."""
     sequences = saved.about["sequences"]
     _check_room(saved, session)
     _restore_cells(saved, session.memory.kv, [s["seq"] for s in sequences])
     for s in sequences:
         seq, n_past = s["seq"], s["n_past"]
-        logits, hidden = (saved.arrays.get(f"{name}.{seq}") for name in ("logits", "hidden"))
         held = session.history[seq]
         held.tokens = saved.array(f"tokens.{seq}", n_past).tolist()
-        held.logits = None if logits is None else logits.copy()
-        if session.drafter is not None and hidden is not None:
-            held.hidden, held.fed = hidden.copy(), s["fed"]
+        held.logits = _copied(saved, f"logits.{seq}")
+        if session.drafter is not None and f"hidden.{seq}" in saved.arrays:
+            held.hidden, held.fed = _copied(saved, f"hidden.{seq}"), s["fed"]
         states = {n: saved.snapshot(f"state.{seq}.{n}", session.memory.recurrent) for n in s["states"]}
         session.memory.resume(seq, n_past, states)
     for i, c in enumerate(saved.about["checkpoints"]):
         values = saved.snapshot(f"checkpoint.{i}", session.memory.recurrent)
-        session.checkpoints.add(c["seqs"], c["n_past"], {at: x.copy() for at, x in values.items()})
-    if sampler is not None:
-        state = {name.removeprefix("sampler."): x for name, x in saved.arrays.items() if name.startswith("sampler.")}
-        if not state:
-            raise StateError(f"{saved.path} holds no sampler's draws: it was saved without one")
-        sampler.restore(state)
+        logits = _copied(saved, f"checkpoint.{i}.logits")
+        session.checkpoints.add(c["seqs"], c["n_past"], {at: x.copy() for at, x in values.items()}, logits)
+
+
+def restore_sampler(saved: SessionFile, sampler) -> None:
+    """Let a sampler go on where the one saved with the session was. Raises StateError when there was none."""
+    if not saved.has_sampler:
+        raise StateError(f"{saved.path} holds no sampler: it was saved without one")
+    sampler.restore({name.removeprefix("sampler."): x for name, x in saved.arrays.items() if name.startswith("sampler.")})
+
+
+def _copied(saved: SessionFile, name: str) -> np.ndarray | None:
+    return saved.arrays[name].copy() if name in saved.arrays else None
 
 
 def _check_room(saved: SessionFile, session) -> None:
@@ -219,6 +231,6 @@ def describe(saved: SessionFile) -> dict[str, Any]:
     return {
         "path": saved.path, "format": int(VERSION), "model": saved.about["model"], "options": saved.about["options"],
         "kv_types": saved.about["kv_types"], "n_cells": len(saved.arrays.get("kv.cell", ())), "sequences": sequences,
-        "sampler": any(name.startswith("sampler.") for name in saved.arrays),
+        "sampler": saved.has_sampler,
         "bytes": {what: nbytes(f"{what}.") for what in ("kv", "state", "checkpoint")} | {"all": nbytes("")},
     }  # fmt: skip

@@ -97,6 +97,20 @@ def test_a_shorter_prompt_needs_its_last_token_again(model, fresh):
             assert off(s, logits, fresh, TEXT[:n]) < TOLERANCE
 
 
+def test_a_checkpoint_by_hand_keeps_the_logits(model, fresh):
+    with model.session(**options(n_seq_max=2)) as s:
+        s.prompt(TEXT[:50])
+        s.checkpoint()
+        s.decode(TEXT[50:70])
+        s.fork(0, dst=1)
+        s.rewind(n=20)
+        assert np.array_equal(s.prompt(TEXT[:50]), fresh(TEXT[:50])[0]) and s.last_evaluated == 0
+        logits = s.prompt(TEXT[:50], seq=1)
+        assert (s.last_evaluated, s.last_reuse) == (0, "parts from the 70 tokens held after 50; went back to the checkpoint at 50")
+        assert np.array_equal(logits, fresh(TEXT[:50])[0]) and s.n_past(1) == 50
+        assert max_abs(s.decode(OTHER[:5], seq=1), fresh(TEXT[:50] + OTHER[:5])[0]) < TOLERANCE
+
+
 @pytest.mark.parametrize("delta_net, graph", PATHS)
 @pytest.mark.parametrize("n_ubatch, every, n_rollback", [(512, 64, 0), (64, 40, 3), (16, 5, 3), (16, 1, 0), (7, 16, 9)], ids=str)
 def test_a_checkpoint_is_the_state_at_its_token(model, delta_net, graph, n_ubatch, every, n_rollback):
@@ -112,7 +126,7 @@ def test_a_checkpoint_is_the_state_at_its_token(model, delta_net, graph, n_ubatc
         for n in range(150):
             one_by_one.decode([tokens[n]], logits="none")
             if (n + 1) % every == 0:
-                taken = s.checkpoints.get(0, n + 1)
+                taken = s.checkpoints.get(0, n + 1).values
                 assert max(max_abs(x.reshape(-1), one_by_one.state(il)[name].reshape(-1)) for (il, name), x in taken.items()) < TOLERANCE
 
 

@@ -154,6 +154,41 @@ def test_a_broken_sequence_stays_broken(model, tmp_path, monkeypatch):
             assert np.array_equal(r.prompt(TEXT[:40]), s.prompt(TEXT[:40])) and r.last_evaluated == 8
 
 
+@pytest.fixture(scope="module")
+def with_head(toys):
+    with qwen3next_ggml.load(toys.mtp, n_threads=1) as model:
+        yield model
+
+
+def test_drafts_go_on(with_head, tmp_path):
+    """What the NextN head was fed and what it still waits for comes back too."""
+    def draft(s):
+        return s.drafter.draft(TEXT[70], lambda logits: int(logits.argmax()), n=3)
+
+    with with_head.session(**options(mtp=True, n_rollback=3)) as s:
+        s.decode(TEXT[:66])
+        draft(s)
+        s.decode(TEXT[66:72])
+        s.rewind(n=2)
+        s.save(tmp_path / "x")
+        with with_head.load_session(tmp_path / "x") as r:
+            assert draft(r) == draft(s) != []
+            assert np.array_equal(r.decode(TEXT[70:75]), s.decode(TEXT[70:75])) and draft(r) == draft(s)
+            assert same(halves(r), halves(s))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_with_a_head_and_without(with_head, tmp_path, saved):
+    with with_head.session(**options(mtp=saved, n_rollback=3)) as s:
+        s.decode(TEXT[:40])
+        s.save(tmp_path / "x")
+        with with_head.load_session(tmp_path / "x", mtp=not saved) as r:
+            assert max_abs(r.decode(TEXT[40:43]), s.decode(TEXT[40:43])) < TOLERANCE
+            assert (r.drafter is None) == saved
+            if r.drafter:
+                assert len(r.drafter.draft(TEXT[43], lambda logits: int(logits.argmax()), n=3)) == 3
+
+
 # into other sessions
 
 
@@ -385,7 +420,7 @@ def states_in_the_wrong_turn(monkeypatch):
 
 def no_checkpoints(monkeypatch):
     add = Checkpoints.add
-    monkeypatch.setattr(Checkpoints, "add", lambda self, seqs, n_past, values: any(x.ndim > 1 for x in values.values()) or add(self, seqs, n_past, values))
+    monkeypatch.setattr(Checkpoints, "add", lambda self, seqs, n, values, *more: any(x.ndim > 1 for x in values.values()) or add(self, seqs, n, values, *more))
 
 
 @pytest.mark.parametrize("bug", [no_last_logits, only_the_newest_state, states_in_the_wrong_turn, no_checkpoints])

@@ -16,13 +16,16 @@ class Conversation:
     def __init__(self, model, session, template, variables: dict, system: str | None, settings: dict):
         self.model, self.session, self.template = model, session, template
         self.variables, self.system, self.settings = variables, system, settings
-        self.clear()
+        self._begin()
 
-    def clear(self) -> None:
-        """Forget everything but the system message."""
+    def _begin(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self._tokens: list[int] = []
         self._text = ""
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self._begin()
         self.session.clear()
 
     def prompt(self, message: str) -> tuple[str, list[int]]:

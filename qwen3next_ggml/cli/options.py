@@ -47,6 +47,12 @@ def grouped(name: str, make: Callable, *parameters: Callable) -> Callable:
     return decorate
 
 
+def given(name: str) -> bool:
+    """Say whether a parameter of the command that runs has its value from outside: the command line or a variable."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+
+
 class Switch(click.ParamType):
     """on, off or auto, with llama.cpp's other words for them."""
 
@@ -180,9 +186,17 @@ class SessionOptions:
 
     def open(self, model, **more):
         """Return a new Session of `model`; `more` are options a command sets itself."""
-        return model.session(
+        return model.session(**self._settings(), **more)
+
+    def resume(self, model, saved, **more):
+        """Return the Session of a SessionFile, with the options it had but for those that were given."""
+        changes = {name: value for name, value in self._settings().items() if given(name) or name == "n_ubatch" and given("n_batch")}
+        return model.load_session(saved, **changes | more)
+
+    def _settings(self) -> dict:
+        return dict(
             n_ctx=self.n_ctx, n_ubatch=min(self.n_batch, self.n_ubatch), n_threads=self.n_threads, type_k=self.type_k,
-            type_v=self.type_v, flash_attn=self.flash_attn, graph=self.graph, delta_net=self.delta_net, **more,
+            type_v=self.type_v, flash_attn=self.flash_attn, graph=self.graph, delta_net=self.delta_net,
         )  # fmt: skip
 
 
