@@ -1,0 +1,163 @@
+"""Join two recordings on (name, occurrence) and find where they part (level 11)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import OptionError
+from .recording import EACH, TOKENS, Recording, Value
+
+# addresses in memories laid out differently, rows of one ubatch, and the order of experts that were not picked mean nothing
+NOT_COMPARED = ("rs_s_copy", "rs_s_dst", "out_ids", "attn_inp_k_idxs", "attn_inp_v_idxs", "ffn_moe_argsort")
+TOP_K = "ffn_moe_topk"
+BY_EXPERT = frozenset(
+    f"ffn_moe_{x}" for x in ("weights", "weights_norm", "weights_scaled", "gate_up", "gate", "up", "swiglu", "down", "weighted")
+)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One node both sides have: `nmse` relative to the reference, inf where `why` says what else is wrong.
+
+    `ubatch` is the first one in which it is off by more than the tolerance.
+    """
+
+    value: Value
+    reference: Value
+    ubatch: int
+    nmse: float
+    why: str = ""
+
+    @property
+    def layer(self) -> int | None:
+        found = re.search(r"-(\d+)$", self.value.name)
+        return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two recordings side by side: `nodes` in the order of the graph, names only one side has, and those of other extent."""
+
+    title: str
+    reference: str
+    tolerance: float
+    nodes: tuple[Joined, ...]
+    only_here: tuple[str, ...]
+    only_there: tuple[str, ...]
+    unlike: tuple[str, ...]
+
+    @property
+    def misses(self) -> list[Joined]:
+        """The nodes that are off by more than the tolerance, in the order they were computed in: ubatch by ubatch."""
+        # a state spoilt in one ubatch shows in the next one at nodes that come earlier in the graph
+        return sorted((node for node in self.nodes if not node.nmse <= self.tolerance), key=lambda node: node.ubatch)
+
+    @property
+    def first(self) -> Joined | None:
+        return next(iter(self.misses), None)
+
+    @property
+    def worst(self) -> Joined:
+        return max(self.nodes, key=lambda node: node.nmse)
+
+    def by_layer(self) -> Iterator[tuple[int | None, int, Joined]]:
+        """Yield (layer, nodes compared, the worst of them); None stands for what is in no layer."""
+        for layer in dict.fromkeys(node.layer for node in self.nodes):
+            nodes = [node for node in self.nodes if node.layer == layer]
+            yield layer, len(nodes), max(nodes, key=lambda node: node.nmse)
+
+
+def nmse(got: np.ndarray, want: np.ndarray) -> float:
+    """Return the squared error relative to the squared size of `want`, as ggml's test-backend-ops does."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.sum((got - want) ** 2) / max(np.sum(want**2), np.finfo(np.float64).tiny))
+
+
+def compare(ours: Recording, theirs: Recording, *, tolerance: float = 1e-6) -> Comparison:
+    """Compare `ours` with a reference: experts as sets, infinities by place, all else by NMSE.
+
+    What is per expert is put in the order of the ids first. Nodes whose extent differs (chunks, windows of ubatches cut
+    otherwise) cannot be compared and are listed. Raises OptionError for other tokens or nothing in common.
+    """
+    if ours.tokens != theirs.tokens:
+        raise OptionError(f"the two sides ran other tokens: {len(ours.tokens)} here, {len(theirs.tokens)} in {theirs.title}")
+    last = {value.name: value.occurrence for value in ours.values}
+    by_place = {(value.name, value.occurrence): value for value in theirs.values}
+    ids = [{v.name: v.array for v in side.values if v.name.startswith(TOP_K)} for side in (ours, theirs)]
+    nodes, only_here, unlike, joined = [], [], [], set()
+    for value in ours.values:
+        if value.name.startswith(NOT_COMPARED):
+            continue
+        place = (value.name, value.occurrence)
+        if place not in by_place and last[value.name] == value.occurrence:
+            place = (value.name, None)
+        if place not in by_place:
+            only_here.append(f"{value.name}#{value.occurrence}")
+            continue
+        joined.add(place)
+        other = by_place[place]
+        pair = _same_extent(value, other)
+        if pair is None:
+            unlike.append(value.name)
+        else:
+            pair = _aligned(value.name, pair, ids)
+            found = _difference(value.name, *pair)
+            bad = found[0] > tolerance
+            nodes.append(Joined(value, other, _first_bad(value, pair, ours.ubatches, tolerance) if bad else 0, *found))
+    if not nodes:
+        raise OptionError(f"nothing to compare: {theirs.title} has no node of the same name and extent")
+    only_there = [f"{name}#{n or 0}" for name, n in by_place if (name, n) not in joined and not name.startswith(NOT_COMPARED)]
+    return Comparison(ours.title, theirs.title, tolerance, tuple(nodes), *map(tuple, (only_here, only_there, unlike)))
+
+
+def _same_extent(ours: Value, theirs: Value) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return both arrays, tokens first, or None; where one side has a value per token and the other the last, the last."""
+    a, b = ours.array, theirs.array
+    if a.size != b.size:
+        a, b = (x[-1:] if v.how == EACH and TOKENS not in (ours.how, theirs.how) else x for x, v in ((a, ours), (b, theirs)))
+    return (a, b) if a.size == b.size else None
+
+
+def _aligned(name: str, pair: tuple[np.ndarray, np.ndarray], ids: Sequence[dict]) -> list[np.ndarray]:
+    """Return both arrays as rows, one per token or ubatch, with experts in the order of their ids."""
+    base, _, layer = name.rpartition("-")
+    rows = [x.reshape(len(pair[0]), -1) for x in pair]
+    if base == TOP_K:
+        return [np.sort(x, axis=1) for x in rows]
+    if base not in BY_EXPERT:
+        return rows
+    return [_by_id(x, chosen.get(f"{TOP_K}-{layer}")) for x, chosen in zip(rows, ids)]
+
+
+def _by_id(x: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
+    if ids is None or len(ids) != len(x) or x.size % ids.size:
+        return x
+    order = np.argsort(ids.reshape(len(ids), -1), axis=1)
+    return np.take_along_axis(x.reshape(*order.shape, -1), order[..., None], axis=1).reshape(x.shape)
+
+
+def _first_bad(value: Value, pair: Sequence[np.ndarray], ubatches: Sequence[int], tolerance: float) -> int:
+    """Return the first ubatch in which a node is off; what only the last ubatch has goes there."""
+    ends = np.cumsum(ubatches).tolist()
+    if len(pair[0]) == ends[-1]:
+        parts = [slice(end - n, end) for n, end in zip(ubatches, ends)]
+    elif value.how == EACH and len(pair[0]) == len(ubatches):
+        parts = [slice(i, i + 1) for i in range(len(ubatches))]
+    else:
+        return len(ubatches) - 1
+    off = [_difference(value.name, *(x[part] for x in pair))[0] for part in parts]
+    return next((i for i, x in enumerate(off) if x > tolerance), int(np.argmax(off)))
+
+
+def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> tuple[float, str]:
+    if name.startswith(TOP_K):
+        n = len(ours) - int((ours == theirs).all(axis=1).sum())
+        return (np.inf, f"other experts for {n} of {len(ours)} tokens") if n else (0.0, "")
+    finite = np.isfinite(theirs)
+    if np.isnan(ours).any() or not np.array_equal(np.where(finite, 0, theirs), np.where(np.isfinite(ours), 0, ours)):
+        return np.inf, "NaN or infinity in other places"
+    return nmse(ours[finite], theirs[finite]), ""
