@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import click
 
 from ..errors import OptionError
 from .options import CACHE_TYPES, Switch, graph_parameters, option, path_options, provider_option
-from .output import emit, note, size
+from .output import emit, note, size, write_text
 
 FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 
@@ -52,8 +51,8 @@ def command(path, geometry, type_, layer, format_, stats, output, ggml, **option
     if output is None:
         emit(text if text.endswith("\n") else text + "\n")
     else:
-        _write(Path(output), text)
-        note(f"wrote {output}, {size(os.path.getsize(output))}")
+        write_text(Path(output), text)
+        note(f"wrote {output}, {size(Path(output).stat().st_size)}")
 
 
 def _view(path, geometry, type_, ggml, *, n_tokens, n_depth, mtp, graph, delta_net, flash_attn, type_k, type_v):
@@ -71,14 +70,3 @@ def _stats(view, format_: str) -> str:
     from ..graph_view.text import counts
 
     return json.dumps({"title": view.title, **view.stats()}) if format_ == "json" else counts(view)
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import OptionError
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -29,6 +33,18 @@ def emit(text: str) -> None:
 def emit_json(document: object) -> None:
     """Print one document as one line of stdout."""
     emit(json.dumps(document, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place and rename it. Raises OptionError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def size(nbytes: int) -> str:

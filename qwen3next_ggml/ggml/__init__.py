@@ -9,6 +9,7 @@ from . import types
 from .backend import Backend
 from .cgraph import Graph
 from .device import Buffer, BufferType, Device, alloc_tensors, device, devices
+from .excerpt import Excerpt
 from .ops import (
     PREC_DEFAULT,
     PREC_F32,
@@ -34,6 +35,6 @@ from .types import GgmlType
 __all__ = [
     "PREC_DEFAULT", "PREC_F32", "ROPE_IMROPE", "ROPE_MROPE", "ROPE_NEOX", "ROPE_NORMAL", "ROPE_VISION", "SORT_ASC", "SORT_DESC",
     "TRI_LOWER", "TRI_LOWER_DIAG", "TRI_UPPER", "TRI_UPPER_DIAG",
-    "Backend", "Buffer", "BufferType", "Context", "Device", "GgmlType", "Graph", "GraphAllocator", "Ops", "Provider", "Scheduler",
+    "Backend", "Buffer", "BufferType", "Context", "Device", "Excerpt", "GgmlType", "Graph", "GraphAllocator", "Ops", "Provider", "Scheduler",
     "Step", "Tensor", "alloc_tensors", "device", "devices", "provider", "types",
 ]  # fmt: skip

@@ -1,0 +1,44 @@
+"""`qgraph profile`: tables on stdout, a trace in a file."""
+
+import json
+import re
+
+import pytest
+
+ARGS = ("profile", "-p", 16, "-n", 2, "-c", 256)
+
+
+def test_tables_and_document(qgraph):
+    result = qgraph(*ARGS, "--json")
+    assert result.exit_code == 0, result.stderr
+    text, last = result.stdout.rsplit("\n", 2)[:2]
+    found = json.loads(last)
+    assert [(one["what"], one["n_tokens"]) for one in found["passes"]] == [("prompt", 16), ("step", 1)]
+    assert found["read_bandwidth"] > 0 and found["seconds_per_call"] > 0
+    step = text[text.index("step: ") :]
+    assert re.search(r"^\d+\.\d{3} ms in 3\d\d nodes, \d+% of \d+\.\d{3} ms in one call; node by node \d+\.\d{3} ms, of which calls", step, re.MULTILINE)
+    rows = dict(re.findall(r"^(\S+) +\d+ +([\d.]+) +[\d.]+% ", step, re.MULTILINE))
+    for key in ("by_scope", "by_op"):
+        assert {share["name"]: f"{1e3 * share['seconds']:.3f}" for share in found["passes"][1][key]}.items() <= rows.items()
+    assert rows["all"] == f"{1e3 * found['passes'][1]['seconds']:.3f}"
+    assert len(re.findall(r"^roofline: memory gives [\d.]+ GB/s", text, re.MULTILINE)) == 2
+
+
+def test_a_trace_is_written(qgraph, tmp_path):
+    path = tmp_path / "trace.json"
+    result = qgraph("profile", "-p", 0, "-n", 2, "-c", 256, "--chrome-trace", path)
+    assert result.exit_code == 0 and re.fullmatch(rf"wrote {path}, [\d.]+ KiB\n", result.stderr)
+    assert len(json.loads(path.read_text())["traceEvents"]) > 300 and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "args, code, words",
+    [
+        (("-p", 0, "-n", 0), 2, "nothing to time"),
+        (("-p", 64, "-ub", 32), 1, "error: a profile takes the prompt at once: 64 tokens, an ubatch has at most 32"),
+        (("--chrome-trace", "/nowhere/t.json", "-p", 1, "-n", 0), 1, "error: /nowhere/t.json: No such file or directory"),
+    ],
+)
+def test_what_is_refused(qgraph, args, code, words):
+    result = qgraph("profile", *args)
+    assert result.exit_code == code and words in result.stderr
