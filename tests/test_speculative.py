@@ -13,7 +13,7 @@ from qwen3next_ggml.generate import stream_generate
 from qwen3next_ggml.ggml import types
 from qwen3next_ggml.sampler import Candidates, Proposal, Sampler, SamplerParams, verify
 from qwen3next_ggml.session import Session
-from qwen3next_ggml.speculative import Lookahead, Planner
+from qwen3next_ggml.speculative import Lookahead
 from tests.kit import assert_same_greedy, max_abs, top2_gap
 
 PROMPT = "ROMEO.\n"
@@ -32,6 +32,28 @@ def greedy(model, prompt, n, **more):
             gaps.append(float(top2_gap(logits)))
             logits = s.decode(tokens[-1:])[-1]
     return tokens, gaps
+
+
+def assert_same_text(model, prompt, got, want, gaps, **more):
+    """Fail unless two greedy texts agree up to a near-tie, as seen by a session that drafts nothing.
+
+    ggml 0.25 multiplies one row and several by different kernels, and a quantised model makes 1e-7 into much more where an
+    activation is rounded or an expert is picked. So near is what batches of another size alone change.
+    """
+    at = next((i for i, (g, w) in enumerate(zip(got, want)) if g != w), None)
+    tie = 1e-3 if at is None else max(1e-3, 2 * noise(model, prompt + want[:at], **more))
+    assert_same_greedy(got, want, gaps, tie=tie)
+
+
+def noise(model, tokens, **more):
+    """Return by how much the logits after tokens depend on the size of the batches they come in."""
+    rows = []
+    for n in (1, 2, 3, 4, 5):
+        with model.session(n_ctx=1024, **more) as s:
+            for i in range(0, len(tokens), n):
+                logits = s.decode(tokens[i : i + n])
+            rows.append(logits[-1])
+    return np.ptp(rows, axis=0).max()
 
 
 def generate(model, prompt, n, **options):
@@ -60,7 +82,7 @@ def plain(shakespeare):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, "auto"])
 def test_greedy_text_is_plain_decodings(shakespeare, plain, n):
     tokens, drafts = generate(shakespeare, PROMPT, N_TOKENS, spec_draft_n_max=n)
-    assert_same_greedy(tokens, plain.tokens, plain.gaps)
+    assert_same_text(shakespeare, plain.prompt, tokens, plain.tokens, plain.gaps)
     if n != "auto":
         assert drafts.draft_n_accepted > 0.4 * drafts.n_rounds
         assert N_TOKENS - 4 <= drafts.draft_n_accepted + drafts.n_rounds + drafts.n_plain <= N_TOKENS
@@ -76,7 +98,7 @@ def test_with_a_random_head_the_text_is_the_same(shakespeare, plain, bard, tmp_p
         file.write(types.quantize(dtype, rng.standard_normal(info.ne[:2][::-1]).astype(np.float32)).tobytes())
     with qwen3next_ggml.load(path, n_threads=1) as model:
         tokens, drafts = generate(model, PROMPT, N_TOKENS, spec_draft_n_max=3)
-    assert_same_greedy(tokens, plain.tokens, plain.gaps)
+    assert_same_text(shakespeare, plain.prompt, tokens, plain.tokens, plain.gaps)
     assert drafts.draft_n_accepted < 0.05 * drafts.draft_n
 
 
@@ -89,7 +111,7 @@ def test_greedy_text_of_a_toy(toys, n, delta_net, graph):
         want, gaps = greedy(model, prompt, 120, **options)
         with model.session(n_ctx=1024, mtp=True, n_rollback=n, **options) as s:
             tokens, _ = generate(model, prompt, 120, session=s, spec_draft_n_max=n)
-    assert_same_greedy(tokens, want, gaps)
+        assert_same_text(model, prompt, tokens, want, gaps, **options)
 
 
 @pytest.mark.parametrize("mutate", ["nothing is rolled back", "drafts are believed"])
@@ -103,7 +125,11 @@ def test_broken_verification_changes_the_text(shakespeare, plain, monkeypatch, m
         assert_same_greedy(tokens, plain.tokens[: len(tokens)], plain.gaps[: len(tokens)])
 
 
-def test_penalties_biases_and_processors_see_the_same(shakespeare):
+def test_penalties_biases_and_processors_see_the_same(shakespeare, monkeypatch):
+    def noting_gaps(c, temp):
+        gaps.append(float(top2_gap(c.logits)))
+        return temperature(c, temp)
+
     def fewer_commas(tokens, logits):
         assert tokens[: len(prompt)] == prompt
         logits = logits.copy()
@@ -112,9 +138,12 @@ def test_penalties_biases_and_processors_see_the_same(shakespeare):
 
     prompt = shakespeare.tokenizer.encode(PROMPT)
     options = dict(penalty_repeat=1.3, logit_bias={prompt[0]: 1.5}, logits_processors=[fewer_commas])
-    want, _ = generate(shakespeare, PROMPT, 150, spec_type="none", **options)
+    gaps, temperature = [], sampler_module.temperature
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler_module, "temperature", noting_gaps)
+        want, _ = generate(shakespeare, PROMPT, 150, spec_type="none", **options)
     tokens, drafts = generate(shakespeare, PROMPT, 150, **options)
-    assert tokens == want
+    assert_same_text(shakespeare, prompt, tokens, want, gaps)
     assert drafts.draft_n_accepted > 0
 
 
@@ -127,7 +156,7 @@ def test_two_sequences_by_turns(shakespeare, plain):
                 texts[seq] += generate(shakespeare, texts[seq], n + seq, session=s, seq=seq)[0]
     for text in texts.values():
         n = len(text) - len(plain.prompt)
-        assert_same_greedy(text[len(plain.prompt) :], plain.tokens[:n], plain.gaps[:n])
+        assert_same_text(shakespeare, plain.prompt, text[len(plain.prompt) :], plain.tokens[:n], plain.gaps[:n])
 
 
 # --- sampling: the distribution is the trunk's ---
@@ -219,8 +248,9 @@ def test_pairs_of_tokens_are_as_likely_as_without_drafts(toys, monkeypatch, judg
 
 def test_one_seed_gives_one_text(shakespeare):
     options = dict(temp=0.8, seed=4, spec_draft_n_max=2)
-    first, second = (generate(shakespeare, PROMPT, 80, **options) for _ in range(2))
-    assert first[0] == second[0]
+    with shakespeare.session(n_ctx=512, mtp=True, n_rollback=2) as s:
+        first, second, third = (generate(shakespeare, PROMPT, 80, **options | more) for more in ({}, dict(session=s), dict(session=s)))
+    assert first[0] == second[0] == third[0]
     assert generate(shakespeare, PROMPT, 80, **options | {"seed": 5})[0] != first[0]
 
 
@@ -276,7 +306,7 @@ def test_context_is_used_to_the_last_cell(shakespeare):
         assert (len(steps), s.n_past()) == (256 - len(prompt) + 1, 256)
 
 
-# --- options, statistics, the choice of a length ---
+# --- options and statistics ---
 
 
 def test_statistics_add_up(shakespeare):
@@ -319,50 +349,3 @@ def test_sessions_that_cannot_draft_are_refused(shakespeare):
 def test_a_file_without_the_head_is_never_silently_slow(toys):
     with qwen3next_ggml.load(toys.t0, n_threads=1) as model, pytest.raises(UnsupportedModelError, match="NextN"):
         stream_generate(model, [1, 2], **MTP)
-
-
-def rounds(planner, costs, acceptance, n):
-    """Play n rounds with fixed costs and chances; returns the lengths chosen."""
-    rng, chosen = np.random.default_rng(0), []
-    for _ in range(n):
-        length = planner.next()
-        accepted = next((i for i in range(length) if rng.random() > acceptance[i]), length)
-        planner.note(length, accepted, costs[length] * (1 + rng.random() ** 4))
-        chosen.append(length)
-    return chosen
-
-
-@pytest.mark.parametrize(
-    "costs, acceptance, best",
-    [
-        ((1.0, 1.3, 1.5, 1.7, 1.9), (0.9, 0.9, 0.9, 0.9), 4),
-        ((1.0, 1.3, 2.4, 3.4, 4.4), (0.8, 0.5, 0.3, 0.2), 1),
-        ((1.0, 1.2, 1.5, 1.8, 2.1), (0.9, 0.9, 0.1, 0.1), 2),
-        ((1.0, 1.9, 2.7, 3.5, 4.3), (0.7, 0.6, 0.5, 0.5), 0),
-        ((1.0, 1.3, 1.6, 1.9, 2.2), (0.0, 0.0, 0.0, 0.0), 0),
-    ],
-)
-def test_auto_finds_the_length_that_pays(costs, acceptance, best):
-    chosen = rounds(Planner(4, auto=True), costs, acceptance, 1200)
-    assert np.mean(np.array(chosen[200:]) == best) > 0.9
-    assert set(chosen[200:]) == {0, 1, 2, 3, 4}, "what did not pay is tried again now and then"
-
-
-def test_auto_notices_a_change():
-    planner = Planner(4, auto=True)
-    costs = (1.0, 1.3, 1.6, 1.9, 2.2)
-    assert rounds(planner, costs, (0.9,) * 4, 300)[-1] == 4
-    assert rounds(planner, costs, (0.0,) * 4, 300)[-1] == 0
-
-
-def test_a_fixed_length_is_kept_but_for_single_steps_to_compare_with():
-    chosen = rounds(Planner(2, auto=False), (1.0, 9.0, 9.0), (0.0, 0.0), 400)
-    assert set(chosen) == {0, 2} and chosen.count(0) < 20
-
-
-def test_a_length_that_is_never_timed_is_not_tried_forever():
-    planner = Planner(1, auto=True)
-    for _ in range(100):
-        n = planner.next()
-        planner.note(n, 0, None if n else 1.0)
-    assert [planner.next() for _ in range(20)].count(0) >= 19
