@@ -15,7 +15,7 @@ from qwen3next_ggml.graph.state import RecurrentState
 from qwen3next_ggml.models import qwen3next
 from qwen3next_ggml.parity import FLOAT64, LLAMA, Recording, Run, Value, compare, record, record_apart, reference_of
 from qwen3next_ggml.parity.recording import merge
-from qwen3next_ggml.parity.sweep import variants
+from qwen3next_ggml.parity.pairs import variants
 
 TOKENS = tuple(np.random.default_rng(9).integers(0, 97, 12).tolist())
 

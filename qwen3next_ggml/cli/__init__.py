@@ -10,7 +10,7 @@ import sys
 import click
 
 from .. import errors
-from . import bench, chat, devices, graph, inspect, ppl, profile, run, session, toy, trace, validate
+from . import bench, chat, devices, graph, inspect, parity, ppl, profile, run, session, toy, trace, validate
 from .output import complain
 
 INTERRUPTED = 130
@@ -47,7 +47,7 @@ def cli() -> None:
     """Run, measure and look into Qwen3-Next GGUF files, over a graph written in Python and executed by ggml."""
 
 
-for module in (run, chat, inspect, validate, devices, graph, toy, bench, ppl, trace, session, profile):
+for module in (run, chat, inspect, validate, devices, graph, parity, toy, bench, ppl, trace, session, profile):
     cli.add_command(module.command)
 
 

@@ -4,9 +4,9 @@ Also every op of our graphs against float64 (`ops`). Knows nothing of terminals 
 """
 
 from .compare import Comparison, Joined, compare, nmse
+from .pairs import reference_of, sweep
 from .recording import Recording, Value
 from .sides import FLOAT64, LLAMA, SESSION, Run, record
-from .sweep import reference_of, sweep
 from .worker import record_apart
 
 __all__ = [
