@@ -17,6 +17,7 @@ _HOME = {
     "Step": "generate",
     "SamplerParams": "sampler",
     "control_vector": "steering",
+    "ControlVector": "steering",
     "write_toy": "toy",
     "write_trace": "trace",
 }
