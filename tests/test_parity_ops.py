@@ -69,6 +69,15 @@ def test_a_computation_that_fails_is_a_miss(monkeypatch):
     assert (found.verdict, found.why) == (MISS, "CPU: the computation failed")
 
 
+def test_a_node_that_cannot_be_built_is_a_miss(monkeypatch):
+    def refuse(self, *_):
+        raise GraphError("ssm_conv: not in this libggml")
+
+    monkeypatch.setattr(Graph, "ssm_conv", refuse)
+    found = check(one("ssm_conv"), "CPU")
+    assert (found.verdict, found.why) == (MISS, "ssm_conv: not in this libggml")
+
+
 def test_values_that_are_not_finite_are_a_miss(monkeypatch):
     monkeypatch.setattr(Graph, "compute", lambda self, *outputs: np.full(outputs[0].ne[::-1], np.nan))
     assert check(one("ssm_conv"), "CPU") == op_checks.OpResult("ssm_conv", one("ssm_conv").shape, np.inf, 1e-7, MISS)

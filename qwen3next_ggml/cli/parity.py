@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 
 import click
 
@@ -79,7 +80,7 @@ def _runs(run, ref: str, ref_ggml: str | None, tolerance: float, sweeping: bool,
             if len(rows) == 1:
                 emit(f"{'flash':5}  {'ubatch':>6}  {'delta net':14}  {'graph':5}  {'nodes':>5}  {'worst':>8}  first difference\n")
             emit("{flash_attn:5}  {n_ubatch:6}  {delta_net:14}  {graph:5}  {nodes:5}  {worst:8.1e}  {first}\n".format_map(
-                {**rows[-1], "first": rows[-1]["first"] or "-"}))  # fmt: skip
+                {**rows[-1], "worst": found.worst.nmse, "first": rows[-1]["first"] or "-"}))  # fmt: skip
         return not any(row["first"] for row in rows), rows
     wanted = reference_of(ref, run, ggml=ref_ggml)
     reference = wanted if isinstance(wanted, Recording) else record_apart(wanted)
@@ -90,13 +91,23 @@ def _runs(run, ref: str, ref_ggml: str | None, tolerance: float, sweeping: bool,
     found = compare(ours, reference, tolerance=tolerance)
     for line in report(found):
         emit(line + "\n")
-    first = found.first and {key: x for key, x in vars(found.first.value).items() if key != "array"}
-    return not found.misses, {"here": found.title, "reference": found.reference, "tolerance": tolerance, **_summary(found), "first": first}
+    return not found.misses, {"here": found.title, "reference": found.reference, "tolerance": tolerance, **_summary(found),
+                              "first": found.first and _node(found.first)}  # fmt: skip
 
 
 def _summary(found) -> dict:
     first = found.first and found.first.value
-    return {"nodes": len(found.nodes), "misses": len(found.misses), "worst": found.worst.nmse, "first": first and first.name}
+    return {"nodes": len(found.nodes), "misses": len(found.misses), "worst": _number(found.worst.nmse), "first": first and first.name}
+
+
+def _node(node) -> dict:
+    known = {key: x for key, x in vars(node.value).items() if key != "array"}
+    return known | {"nmse": _number(node.nmse), "why": node.why, "ubatch": node.ubatch}
+
+
+def _number(x: float) -> float | None:
+    """JSON has no infinity."""
+    return x if isfinite(x) else None
 
 
 def report(found) -> Iterator[str]:
@@ -125,7 +136,7 @@ def _ops(ggml: str | None, device: str) -> tuple[bool, object]:
     rows = []
     for row in check_ops(device, ggml_name=ggml):
         emit(f"{row.op:16}  {row.shape:58}  {row.nmse:8.1e}  {row.verdict}{row.why and f': {row.why}'}\n")
-        rows.append(vars(row))
+        rows.append({**vars(row), "nmse": _number(row.nmse)})
     n_bad = sum(row["verdict"] == MISS for row in rows)
     emit(f"{len(rows)} cases, {n_bad} missed\n")
     return not n_bad, rows

@@ -3,11 +3,11 @@
 Also every op of our graphs against float64 (`ops`). Knows nothing of terminals or options.
 """
 
+from .apart import record_apart
 from .compare import Comparison, Joined, compare, nmse
 from .pairs import reference_of, sweep
 from .recording import Recording, Value
 from .sides import FLOAT64, LLAMA, SESSION, Run, record
-from .worker import record_apart
 
 __all__ = [
     "FLOAT64",

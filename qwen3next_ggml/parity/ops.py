@@ -39,10 +39,10 @@ def check_ops(device: str = "CPU", *, ggml_name: str | None = None, only: Iterab
 def check(case: Case, device: str) -> OpResult:
     """Run one case; a refusal, a non-finite value and a value further off than the limit are all misses."""
     with Graph(device=device) as g:
-        node, pair = case.build(g)
-        if not ggml.device(device).supports_op(node):
-            return OpResult(case.op, case.shape, np.nan, case.limit, LACKING)
         try:
+            node, pair = case.build(g)
+            if not ggml.device(device).supports_op(node):
+                return OpResult(case.op, case.shape, np.nan, case.limit, LACKING)
             got, want = pair(g.compute(node))
         except QGraphError as error:
             return OpResult(case.op, case.shape, np.inf, case.limit, MISS, str(error))

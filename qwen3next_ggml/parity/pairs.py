@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from .apart import record_apart
 from .compare import Comparison, compare
 from .recording import Recording
 from .sides import FLOAT64, LLAMA, Run
-from .worker import record_apart
 
 PLAIN = "plain"
 UBATCHES = (1, 3, 64, 512)

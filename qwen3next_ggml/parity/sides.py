@@ -1,6 +1,6 @@
 """Run tokens and note the named values: a session, llama.cpp, or the float64 reference (level 11).
 
-A session opens the one libggml of its process and llama.cpp another, so `worker` gives each a process of its own.
+A session opens the one libggml of its process and llama.cpp another, so `apart` gives each a process of its own.
 """
 
 from __future__ import annotations

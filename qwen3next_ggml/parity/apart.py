@@ -1,0 +1,35 @@
+"""Hand a run to a process of its own (level 11): two libggml in one would meet each other's symbols."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from ..errors import BackendError
+from .recording import Recording
+from .sides import Run
+
+# the exit status of a worker that says why on the last line of stderr
+REFUSED = 3
+
+
+def record_apart(run: Run) -> Recording:
+    """Run one side in a child process → its recording. Raises BackendError with what the child said when it failed."""
+    with tempfile.TemporaryDirectory(prefix="qgraph-parity-") as folder:
+        job, out = Path(folder, "run.json"), Path(folder, "out.safetensors")
+        job.write_text(json.dumps(asdict(run)), encoding="utf-8")
+        # llama.cpp rotates quantised caches, we do not
+        env = {**os.environ, "LLAMA_ATTN_ROT_DISABLE": "1"}
+        command = [sys.executable, "-m", f"{__package__}.worker", str(job), str(out)]
+        done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        said = done.stderr.decode("utf-8", "replace").strip()
+        if done.returncode == REFUSED:
+            raise BackendError(said.splitlines()[-1])
+        if done.returncode:
+            raise BackendError(f"the process that ran {run.kind} on {run.device} ended with status {done.returncode}: {said[-2000:]}")
+        return Recording.load(out)
