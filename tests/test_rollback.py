@@ -1,5 +1,6 @@
 """C43, going back by a few tokens: afterwards the session cannot be told from one that never saw them."""
 
+import re
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ from qwen3next_ggml.memory import HybridMemory
 from qwen3next_ggml.memory.kv_cache import KvCache
 from qwen3next_ggml.memory.recurrent import RecurrentMemory
 from tests.kit import apart, count_runs, digest, halves, max_abs, same
+from tests.kit.process import ROOT
 
 TOLERANCE = 1e-4
 # llama.cpp's own graph hands an F32 cache to flash attention through F16
@@ -193,6 +195,16 @@ def test_history_grows_back(model):
             s.decode([TEXT[at]], logits="none")
         s.rewind(n=1)
         assert fresh.distance(s, 29) < TOLERANCE
+
+
+def test_the_drawing_of_slots():
+    """docs/state.md draws the ring as it is."""
+    text = (ROOT / "docs" / "state.md").read_text()
+    slots, counts = (re.search(rf"^{name} +([\d ]+)", text, re.MULTILINE)[1].split()[:8] for name in ("slot", "state after"))
+    ring = RecurrentMemory((), 2, n_rollback=3)
+    for seq, n_past in ((0, 10), (1, 6)):
+        drawn = dict(zip(counts[4 * seq : 4 * seq + 4], slots[4 * seq : 4 * seq + 4]))
+        assert drawn == {str(n): str(ring.slot(seq, n)) for n in range(n_past - 3, n_past + 1)}
 
 
 def conv_window_stays(monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import qwen3next_ggml
-from qwen3next_ggml import session_file
+from qwen3next_ggml import ggml, session_file
 from qwen3next_ggml.array_file import read_arrays, write_arrays
 from qwen3next_ggml.errors import Aborted, OptionError, StateError
 from qwen3next_ggml.history import Checkpoints
@@ -111,6 +111,19 @@ def test_another_process_goes_on(model, toys, tmp_path):
         assert got["chosen"].tolist() == [int(last[0].argmax())] * 10 and got["same"]
         assert got["evaluated"] == 5 and np.array_equal(got["logits"], s.prompt(TEXT[:100] + OTHER[:5]))
         assert np.array_equal(got["all"], s.decode(OTHER[:5], logits="all"))
+
+
+def test_another_libggml_goes_on(model, toys, tmp_path):
+    path, out = tmp_path / "x.qstate", tmp_path / "out.npz"
+    other = "ggml_python" if ggml.provider().name == "llama_cpp" else "llama_cpp"
+    with model.session(**options(n_rollback=2, checkpoint_every=32)) as s:
+        last = s.decode(TEXT[:100])
+        s.save(path)
+        done = run_python(NEXT_DAY, toys.t0, path, out, *OTHER[:5], env={"QGRAPH_GGML": other})
+        assert done.returncode == 0, done.stderr
+        got = np.load(out)
+        assert got["chosen"].tolist() == [int(last[0].argmax())] * 10 and got["same"] and got["evaluated"] == 5
+        assert max_abs(got["logits"], s.prompt(TEXT[:100] + OTHER[:5])) < TOLERANCE
 
 
 def test_an_empty_session(model, tmp_path):

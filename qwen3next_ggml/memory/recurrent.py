@@ -27,6 +27,8 @@ class RecurrentMemory:
         self.n_slots = self._first_staging + n_staging
         self.states: dict[tuple[int, str], RecurrentState] = {}
         self._views: dict[tuple[int, str], list[ggml.Tensor]] = {}
+        # a ring has few turns, and its rows are asked for at every step
+        self._known_rows = lru_cache(maxsize=64)(self._rows)
         # the oldest token count of each sequence whose state is still in its ring
         self.oldest = [0] * n_seq_max
 
@@ -72,9 +74,8 @@ class RecurrentMemory:
         """Return the rows a graph reads states from and writes them to, for every way of cutting states into rows."""
         src = tuple(self.slot(s, n_past[s]) for s in ubatch.seqs)
         dst = tuple(self.slot_after(s, n_past[s], t, ubatch.n_seq_tokens, marks) for t in kept for s in ubatch.seqs)
-        return self._rows(src, dst)
+        return self._known_rows(src, dst)
 
-    @lru_cache(maxsize=64)  # noqa: B019 - as many as a ring has turns; they live as long as the session
     def _rows(self, src: tuple[int, ...], dst: tuple[int, ...]) -> dict[str, np.ndarray]:
         found = {}
         for n_rows in {1, *(s.n_rows for s in self.specs)}:

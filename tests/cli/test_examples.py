@@ -17,6 +17,7 @@ EXPECTED = {
     "logit_lens.py": r"^after .*\n( +l_out-[0-7]  ('.+' \d\.\d\d *){5}\n){8}the last layer is the model: largest difference \de-0[3-9]\n$",
     "steer.py": r"^-1\.0  ' thee' 0\.0\d, ' you' 0\.[5-9][\s\S]*\n\+1\.0  ' thee' 0\.[5-9]\d, ' you' 0\.0",
     "expert_map.py": r"^(layer [0-7] ( +\d+){16}\n){8}\d+ picks, the busiest expert has \d+; wrote \S+\.png\n$",
+    "rewind.py": r"^(HAMLET\.\nTo be, or not to be\|.*\n){3}loaded 11 tokens, evaluated 0\nthe same ending: True\n$",
     "own_graph.py": r"^largest difference \d\.\de-0[5-9]\n$",
 }
 
