@@ -16,6 +16,7 @@ from qwen3next_ggml.models import qwen3next
 from qwen3next_ggml.parity import FLOAT64, LLAMA, Recording, Run, Value, compare, record, record_apart, reference_of
 from qwen3next_ggml.parity.recording import merge
 from qwen3next_ggml.parity.pairs import variants
+from tests.kit import run_python
 
 TOKENS = tuple(np.random.default_rng(9).integers(0, 97, 12).tolist())
 
@@ -246,6 +247,20 @@ def test_another_file_is_no_recording(tmp_path, run):
 def test_a_child_records_what_this_process_does(run):
     here, there = record(run), record_apart(run)
     assert here.title == there.title and compare(here, there).worst.nmse == 0
+
+
+@pytest.mark.parametrize("provider", ["ggml_python", "llama_cpp"])
+def test_each_side_has_a_libggml_of_its_own(run, truth, provider):
+    there = record_apart(replace(run, ggml=provider))
+    assert f" of {provider}, " in there.title
+    assert compare(there, truth).misses == []
+
+
+def test_a_process_that_imports_opens_no_libggml():
+    """Otherwise a child could not choose, and llama.cpp would find another one already there."""
+    code = "import sys, qwen3next_ggml.parity.worker; print(sys.modules['qwen3next_ggml.ggml.provider']._open)"
+    done = run_python(code)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
 def test_what_a_child_refuses_is_one_sentence(run):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from . import backend as backends
+from . import types
 from ._native import ffi, lib
 from .backend import Backend
 from .cgraph import Graph
 from .ops import Ops
 from .tensor import Context, Tensor
-from .types import F32
 
 
 class Excerpt:
@@ -24,7 +24,7 @@ class Excerpt:
         self._backend = backend
         self._context = Context(2, graph_size=1)
         self._graph = Graph(self._context, 1)
-        self._graph.expand(Ops(self._context).sqr(self._context.new_tensor(F32, 1)))
+        self._graph.expand(Ops(self._context).sqr(self._context.new_tensor(types.F32, 1)))
         self._slot = lib.ggml_graph_nodes(self._graph._p)
         native, scheduler, stop = backend.native()
         self._step = ffi.new("struct q_step *", {"backend": native, "sched": scheduler, "graph": self._graph._p, "stop": stop})
