@@ -14,8 +14,8 @@ from qwen3next_ggml.graph.builder import GraphBuilder
 from qwen3next_ggml.graph.state import RecurrentState
 from qwen3next_ggml.models import qwen3next
 from qwen3next_ggml.parity import FLOAT64, LLAMA, Recording, Run, Value, compare, record, record_apart, reference_of
-from qwen3next_ggml.parity.recording import merge
 from qwen3next_ggml.parity.pairs import variants
+from qwen3next_ggml.parity.recording import merge
 from tests.kit import run_python
 
 TOKENS = tuple(np.random.default_rng(9).integers(0, 97, 12).tolist())
@@ -186,6 +186,13 @@ def test_experts_are_aligned_before_they_are_compared():
     theirs = [value("ffn_moe_topk-0", ids[:, order]), value("ffn_moe_down-0", X.reshape(3, 2, 2)[:, order])]
     assert compare(recording(*ours), recording(*theirs)).misses == []
     assert len(compare(recording(*ours), recording(theirs[0], ours[1])).misses) == 1
+
+
+def test_some_nodes_alone(run):
+    """Values per expert come with the ids they are ordered by, or the lean graph's order would show."""
+    lean, plain = (record(replace(run, graph=graph, patterns=("ffn_moe_down-*", "l_out-2"))) for graph in ("lean", "plain"))
+    assert {v.name for v in lean.values} == {*(f"ffn_moe_{x}-{il}" for x in ("down", "topk") for il in range(4)), "l_out-2"}
+    assert compare(lean, plain).misses == []
 
 
 def test_names_are_joined_with_their_occurrence():

@@ -42,7 +42,7 @@ def command(ctx, path, prompt, ref, ref_ggml, tolerance, sweeping, only_ops, sav
 
     The last token is decoded by itself. Each side has a process of its own. Printed are the first node, in the order of the graph, whose
     NMSE exceeds the tolerance, with what it reads and the Python line that made it, and the worst node of every layer. Quantised weights
-    make kernels round activations, so float64 and another libggml are 1e-4 away there. Exit code: 0 equal, 1 different.
+    make kernels round activations, so float64 is 1e-4 away there. Exit code: 0 equal, 1 different.
     """
     if sweeping and save or only_ops and (sweeping or save):
         raise click.UsageError("--ops, --sweep and --save exclude each other")

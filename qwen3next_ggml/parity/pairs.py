@@ -35,7 +35,7 @@ def reference_of(ref: str, run: Run, *, ggml: str | None = None) -> Run | Record
 
 
 def variants(run: Run) -> Iterator[Run]:
-    """Yield `run` over ubatch, flash attention, form of the delta rule and graph; what changes llama.cpp changes last.
+    """Yield `run` over flash attention, ubatch, form of the delta rule and graph; what llama.cpp has too varies slowest.
 
     A ubatch larger than the prompt is the whole of it, and one token at a time needs no other ubatch.
     """

@@ -53,6 +53,11 @@ class Run:
         return [batch for batch in (self.tokens[:-1], self.tokens[-1:]) if batch]
 
     @property
+    def wanted(self) -> tuple[str, ...]:
+        """The patterns, and the ids that values per expert are put in order by."""
+        return (*self.patterns, "ffn_moe_topk-*") if any("moe" in pattern for pattern in self.patterns) else self.patterns
+
+    @property
     def n_ctx(self) -> int:
         return -(-len(self.tokens) // N_PAD) * N_PAD
 
@@ -77,7 +82,7 @@ def _session(run: Run) -> Recording:
             options = session.options
             n_tokens = run.ubatches(1 if options.delta_net == "autoregressive" else run.n_ubatch)
             notes = _notes(session.graph(n_tokens[0], lines=True))
-            ubatches = [u for batch in run.batches for u in session.debug_capture({0: batch}, run.patterns, logits="all")[1]]
+            ubatches = [u for batch in run.batches for u in session.debug_capture({0: batch}, run.wanted, logits="all")[1]]
     provider = ggml.provider()
     title = (
         f"{run.device}, ggml {provider.version} of {provider.name}, graph {run.graph}, delta net {options.delta_net}, "
@@ -107,7 +112,7 @@ def _llama(run: Run) -> Recording:
         n_ctx=run.n_ctx, n_ubatch=run.n_ubatch, n_batch=max(len(run.tokens), run.n_ubatch), flash_attn=run.flash_attn != "off",
         n_threads=run.n_threads or available_cpus(), type_k=run.type_k, type_v=run.type_v,
     )  # fmt: skip
-    recorder = Recorder(run.patterns)
+    recorder = Recorder(run.wanted)
     llama = Llama(run.path or str(embedded_model()), options, recorder=recorder)
     try:
         at = 0
