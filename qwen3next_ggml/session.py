@@ -57,19 +57,21 @@ class Session:
         self.n_ubatch = min(n_ubatch, self.n_ctx)
         self.checkpoint_every = checkpoint_every
         self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, model.devices)
+        self._one_by_one = self.options.delta_net == "autoregressive"
+        n_tokens = 1 if self._one_by_one else self.n_ubatch
+        # the most a ubatch can have: the first of them as early as can be
+        marks = tuple(range(1, n_tokens, checkpoint_every)) if checkpoint_every else ()
         specs = model.arch.state_specs(hp, mtp=True) if mtp else model.arch.state_specs(hp)
         self.memory = HybridMemory(
             specs, model.layer_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
             type_k=type_k, type_v=type_v, flash_attn=self.options.flash_attn, n_rollback=n_rollback,
-            n_staging=len(self._most_marks(self.n_ubatch)),
+            n_staging=len(marks),
         )  # fmt: skip
         self.history = History(n_seq_max)
         self.checkpoints = Checkpoints(checkpoint_mib * MIB)
         self.last_evaluated = 0
         self.last_reuse = ""
-        self._one_by_one = self.options.delta_net == "autoregressive"
-        n_tokens = 1 if self._one_by_one else self.n_ubatch
-        keep = self.memory.recurrent.keep(n_tokens, self._most_marks(n_tokens))
+        keep = self.memory.recurrent.keep(n_tokens, marks)
         worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
         self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
         self.probes = Probes(self.graphs, GraphKey(Sizes(1, 1, 1, N_PAD, None, hidden=mtp), self.options))
@@ -190,10 +192,6 @@ class Session:
             return ()
         first = self.checkpoint_every - self.memory.n_past[ubatch.seqs[0]] % self.checkpoint_every
         return tuple(range(first, ubatch.n_seq_tokens, self.checkpoint_every))
-
-    def _most_marks(self, n_tokens: int) -> tuple[int, ...]:
-        """Return the most marks a ubatch of `n_tokens` can have: those with the first one as early as can be."""
-        return tuple(range(1, n_tokens, self.checkpoint_every)) if self.checkpoint_every else ()
 
     # moving about
 

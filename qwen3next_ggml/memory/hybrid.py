@@ -93,8 +93,7 @@ class HybridMemory:
         """Raise ContextFull, with nothing moved, unless `seq` cut back to `n_past` tokens has room for `n` more."""
         if n_past + n > self.n_ctx:
             raise ContextFull(f"sequence {seq} was to hold {n_past + n} tokens; n_ctx is {self.n_ctx}")
-        free = self.kv.n_free + self.kv.n_own(seq, n_past)
-        if self.kv.specs and n > free:
+        if self.kv.specs and n > self.kv.n_free and n > (free := self.kv.n_free + self.kv.n_own(seq, n_past)):
             raise ContextFull(f"{n} tokens are to be run; other sequences leave {free} of {self.n_ctx} cells")
 
     def check_whole(self, seq: int) -> None:

@@ -133,18 +133,19 @@ class KvCache:
 
     def truncate(self, seq: int, n_past: int) -> None:
         """Take `seq` out of every cell at position `n_past` and beyond; cells nobody is left in become free."""
-        gone = self.member[seq] & (self.pos >= n_past)
-        self.member[seq, gone] = False
-        free = gone & ~self.member.any(axis=0)
-        self.pos[free] = -1
+        pos, member = self.pos[: self._top], self.member[:, : self._top]
+        gone = np.flatnonzero(member[seq] & (pos >= n_past))
+        member[seq, gone] = False
+        free = gone[~member[:, gone].any(axis=0)]
+        pos[free] = -1
         self.fed[free] = False
-        self._recount()
+        self._n_held[seq] -= len(gone)
+        self.n_used -= len(free)
+        self._find_top(pos)
 
-    def _recount(self) -> None:
-        used = self.used()
-        self.n_used = len(used)
-        self._n_held = np.count_nonzero(self.member, axis=1).tolist()
-        self._top = int(used[-1]) + 1 if used.size else 0
+    def _find_top(self, pos: np.ndarray) -> None:
+        used = pos >= 0
+        self._top = len(used) - int(used[::-1].argmax()) if used.any() else 0
         self._packed = self.n_used == self._top
 
     def used(self) -> np.ndarray:
@@ -192,7 +193,8 @@ class KvCache:
 
     def own(self, seq: int) -> np.ndarray:
         """Return the cells that nobody but `seq` is in, ascending."""
-        return np.flatnonzero(self.member[seq] & (self.member.sum(axis=0) == 1))
+        member = self.member[:, : self._top]
+        return np.flatnonzero(member[seq] & (np.count_nonzero(member, axis=0) == 1))
 
     def row_size(self, il: int, what: str) -> int:
         """Return the bytes of one cell of layer `il`."""
@@ -204,7 +206,9 @@ class KvCache:
         self.pos[cells], self.fed[cells] = pos, fed
         for seq, own in zip(seqs, member):
             self.member[seq, cells] = own
-        self._recount()
+            self._n_held[seq] = int(np.count_nonzero(own))
+        self.n_used = len(cells)
+        self._find_top(self.pos)
 
     def _is_transposed(self, what: str) -> bool:
         return what == "v" and not self.flash_attn
