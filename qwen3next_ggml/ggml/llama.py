@@ -161,7 +161,9 @@ class Llama:
         try:
             from llama_cpp import llama_cpp as api
         except ImportError as error:
-            raise BackendError(f"llama.cpp comes with llama-cpp-python, which cannot be used here ({error}): pip install 'qwen3next_ggml[parity]'") from None
+            raise BackendError(
+                f"llama.cpp comes with llama-cpp-python, which cannot be used here ({error}): pip install 'qwen3next_ggml[parity]'"
+            ) from None
         self.api, self.context, self._recorder = api, None, recorder
         self._log = api.llama_log_callback(_log_errors)
         api.llama_log_set(self._log, None)

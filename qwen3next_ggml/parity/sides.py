@@ -17,7 +17,7 @@ from ..graph_view import GraphView
 from ..graph_view.records import KERNEL, VIEW
 from ..model import available_cpus, embedded_model, load
 from ..reference import ReferenceModel, hparams_from_metadata
-from ..session import N_PAD, Session
+from ..session import N_PAD
 from .recording import LAST, TOKENS, Recording, Value, merge, trimmed
 
 SESSION, LLAMA, FLOAT64 = "session", "llama.cpp", "float64"
