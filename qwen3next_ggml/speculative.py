@@ -77,7 +77,7 @@ class DraftStats:
     draft_n, draft_n_accepted: tokens drafted and accepted (llama-server's names); by_position: the same for the first,
     second … token of a draft. n_rounds: batches verified; n_plain: single tokens decoded between them. tokens_per_round:
     what a verified batch gave on average. speed_up: tokens a second of the rounds over tokens a second of the single ones,
-    by their shortest recent times, choosing tokens not counted; None where either was not timed.
+    by the lower quartile of their recent times, choosing tokens not counted; None where either was not timed.
     """
 
     draft_n: int

@@ -271,6 +271,26 @@ def test_drafts_end_where_the_cells_do(model):
         assert s.drafter.draft(1, lambda logits: 1, n=3) == []
 
 
+def test_drafts_survive_a_session_file(model, tmp_path):
+    with model.session(**options(n_rollback=4)) as s:
+        s.decode(TOKENS[:60])
+        s.decode(TOKENS[60:63], logits="all")
+        s.save(tmp_path / "s.qstate")
+        want = drafted(s, TOKENS[63])
+    with model.load_session(tmp_path / "s.qstate") as s:
+        assert max_abs(drafted(s, TOKENS[63]), want) < 1e-6
+
+
+def test_layers_on_two_devices(toys, model):
+    with qwen3next_ggml.load(toys.mtp, device=["CPU", "CPU"], n_threads=1) as split:
+        rows = []
+        for m in (model, split):
+            with m.session(**options(n_rollback=3)) as s:
+                s.decode(TOKENS[:40])
+                rows.append(drafted(s, TOKENS[40]))
+    assert max_abs(*rows) < 1e-6
+
+
 # --- how good the embedded model's head is ---
 
 

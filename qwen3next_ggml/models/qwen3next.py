@@ -261,7 +261,7 @@ def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphS
     if n_outputs == 0:
         g.expand(x)
         return None
-    if not prune:
+    if not g.options.prune_last or hidden and n_outputs < inp.sizes.n_tokens:
         x = g.get_rows(x, inp.out_ids)
     x = g.name(x, "result_norm")
     logits = g.name(linear(g, w.output, x), "result_output")  # [n_vocab, n_outputs]
