@@ -1,6 +1,7 @@
 """Whatever is done to a session in whatever order, each sequence is what a fresh session would hold of its tokens."""
 
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import hypothesis
@@ -32,17 +33,15 @@ class Truth:
     """What sessions that do nothing else hold of a text, and the logits after it."""
 
     def __init__(self, model):
-        self.model, self._sessions, self._known = model, {}, {}
+        self.model, self.sessions = model, {}
+        self.of = lru_cache(maxsize=500)(self._of)
 
-    def of(self, form, tokens):
-        key = form, tuple(tokens)
-        if key not in self._known:
-            if form not in self._sessions:
-                self._sessions[form] = self.model.session(**options(form))
-            s = self._sessions[form]
-            s.clear()
-            self._known[key] = s.decode(tokens)[0], halves(s)
-        return self._known[key]
+    def _of(self, form, tokens):
+        if form not in self.sessions:
+            self.sessions[form] = self.model.session(**options(form))
+        s = self.sessions[form]
+        s.clear()
+        return s.decode(tokens)[0], halves(s)
 
 
 def options(form, **more):
@@ -78,7 +77,7 @@ class Sessions(RuleBasedStateMachine):
         if not self.tokens[seq]:
             assert not any(x.any() for x in halves(self.s, seq).values())
             return
-        want, held = self.truth.of(self.form, self.tokens[seq])
+        want, held = self.truth.of(self.form, tuple(self.tokens[seq]))
         through_f16 = self.s.options.flash_attn and not self.s.options.kv_as_stored
         tolerance = TOLERANCE_F16_CACHE if through_f16 else TOLERANCE
         assert apart(halves(self.s, seq), held) < tolerance
@@ -194,7 +193,7 @@ def machine(toys):
     with qwen3next_ggml.load(toys.t0, n_threads=1) as model:
         Sessions.model, Sessions.truth = model, Truth(model)
         yield Sessions
-        for s in Sessions.truth._sessions.values():
+        for s in Sessions.truth.sessions.values():
             s.close()
 
 
