@@ -54,7 +54,7 @@ def write_arrays(path: str | os.PathLike, about: Mapping[str, str], arrays: Mapp
     header = _header(about, {name: arrays[name] for name in names})
     size = len(header) + sum(arrays[name].nbytes for name in names)
     try:
-        with open(part, "xb") as file:
+        with open(part, "xb", buffering=1 << 20) as file:
             # a full disk is noticed before anything is read, and the writing is faster
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)

@@ -5,6 +5,7 @@ Knows token counts and host arrays; knows no tensors and no graphs.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class Checkpoint:
     seqs: set[int]
     logits: np.ndarray | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.values.values()) + (0 if self.logits is None else self.logits.nbytes)
 
