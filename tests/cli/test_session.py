@@ -46,7 +46,7 @@ def test_in_three_parts_as_in_one(run, path, settings):
     again = [x for x in settings if x not in ("-s", 5, 6, 7)]
     first = run("-p", OPENING, "-n", 12, "--ignore-eos", "--session", path, *settings)
     rest = [run("-n", 12, "--ignore-eos", "--session", path, *again) for _ in range(2)]
-    assert sum((part["tokens"] for part in (first, *rest)), []) == whole["tokens"]
+    assert [token for part in (first, *rest) for token in part["tokens"]] == whole["tokens"]
     assert first["text"] + "".join(part["text"] for part in rest) == whole["text"]
     assert [part["timings"]["prompt_n"] for part in rest] == [0, 0] and all(part["seed"] == whole["seed"] for part in rest if "-s" in settings)
 
