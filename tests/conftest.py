@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 import hypothesis
 import pytest
@@ -13,6 +14,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # the graphs of the tests are tiny: a second thread would mostly wait for the first, and the suite runs one process per core instead.
 # Read by libgomp when it is loaded, so it comes before anything opens a libggml; what tests threads lifts it in a process of its own
 os.environ.setdefault("OMP_THREAD_LIMIT", "1")
+
+# a shell's background job ignores Ctrl-C, and so would every process the tests start and interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=5000)
