@@ -4,7 +4,6 @@ A ubatch holds equally many tokens of each of its sequences, sequence after sequ
 see it as [n_seq_tokens, n_seqs]. Knows nothing about models, memory or graphs.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,17 +44,19 @@ class UBatch:
 
     @cached_property
     def outputs(self) -> list[tuple[int, int, int]]:
-        counts = Counter(seq for seq, _ in self.out_slots)
-        found, first = [], 0
-        for seq in self.seqs:
-            if counts[seq]:
-                found.append((seq, first, counts[seq]))
-                first += counts[seq]
+        found: list[tuple[int, int, int]] = []
+        for row, (seq, _) in enumerate(self.out_slots):
+            if found and found[-1][0] == seq:
+                found[-1] = (seq, found[-1][1], found[-1][2] + 1)
+            else:
+                found.append((seq, row, 1))
         return found
 
 
 def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
     """Return `tokens` as int32, or raise OptionError naming the first one outside the vocabulary."""
+    if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < n_vocab:
+        return np.array(tokens, np.int32)  # the usual step, not worth numpy's checks
     out = np.asarray(tokens)
     if out.ndim != 1 or out.size == 0:
         raise OptionError(f"sequence {seq}: expected a non-empty list of token ids, got shape {out.shape}")
@@ -64,7 +65,7 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
     bad = np.flatnonzero((out < 0) | (out >= n_vocab))
     if bad.size:
         raise OptionError(f"sequence {seq}: token {out[bad[0]]} at index {bad[0]} is outside the vocabulary of {n_vocab}")
-    return out.astype(np.int32, copy=False)
+    return np.ascontiguousarray(out, np.int32)
 
 
 def split_equal(
@@ -102,10 +103,14 @@ def _take(tokens, n_past, done, seqs, n, want) -> UBatch:
             rows.append((i + 1) * n - 1)
             slots.append((s, 0))
     return UBatch(
-        tokens=np.concatenate([tokens[s][done[s] : done[s] + n] for s in seqs]),
-        pos=np.concatenate([np.arange(n_past[s] + done[s], n_past[s] + done[s] + n, dtype=np.int32) for s in seqs]),
+        tokens=_joined([tokens[s][done[s] : done[s] + n] for s in seqs]),
+        pos=_joined([np.arange(n_past[s] + done[s], n_past[s] + done[s] + n, dtype=np.int32) for s in seqs]),
         seqs=tuple(seqs),
         n_seq_tokens=n,
         out_rows=np.asarray(rows, np.int32),
         out_slots=tuple(slots),
     )
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -6,6 +6,7 @@ A session owns the state of its sequences and its compute buffer; it knows nothi
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import isfinite
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from .probes import Capture, Probes
 from .session_file import save
 
 N_PAD = 256
-PROBE = 4096
 
 
 class Session:
@@ -164,8 +164,8 @@ class Session:
         """Move the cursors, note tokens and logits, take the checkpoints that are due; refuse what is not finite."""
         failed = {}
         for seq, i, n in ubatch.outputs:
-            # one NaN in the last hidden state makes every logit of its row NaN: a few of them tell
-            if not np.isfinite(out[i : i + n, ::PROBE]).all():
+            # one NaN in the last hidden state makes every logit of its row NaN: one of them tells
+            if not all(map(isfinite, out[i : i + n, 0].tolist())):
                 failed[seq] = self.memory.recurrent.non_finite(seq, self.memory.n_past[seq] + ubatch.n_seq_tokens)
         self.memory.apply(ubatch, plan, failed)
         last = {seq: out[i + n - 1] for seq, i, n in ubatch.outputs}

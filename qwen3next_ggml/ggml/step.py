@@ -71,4 +71,4 @@ class Step:
         for copy, tensor, array in zip(copies, tensors, arrays, strict=False):
             if array.nbytes != copy.size or not array.flags.c_contiguous:
                 raise TensorError(f"step: array of {array.dtype} {array.shape} for {tensor!r} of {copy.size} bytes")
-            copy.array = ffi.cast("void *", array.ctypes.data)
+            copy.array = ffi.from_buffer(array)
