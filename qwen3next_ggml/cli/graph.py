@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..errors import OptionError
-from .options import CACHE_TYPES, Switch, graph_parameters, option, path_options, provider_option
+from .options import CACHE_TYPES, Switch, graph_parameters, layer_parameters, option, path_options, provider_option
 from .output import emit, note, size, write_text
 
 FORMATS = ("text", "csv", "dot", "json", "svg", "html")
@@ -18,6 +18,8 @@ FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 @path_options
 @click.option("--geometry", metavar="NAME", help="no file: the shape of a published model, such as qwen3-next-80b")
 @click.option("--type", "type_", default="bf16", metavar="TYPE", show_default=True, help="with --geometry: type of the matrices")
+@layer_parameters[0]
+@layer_parameters[1]
 @option("--layer", type=click.IntRange(min=0), help="this layer alone  [default: the whole model]")
 @option("--tokens", "n_tokens", type=click.IntRange(min=1), default=1, help="tokens taken at once: 1 is a decode step")
 @option("-d", "--n-depth", type=click.IntRange(min=0), default=0, help="tokens that are in the context before")
@@ -32,7 +34,7 @@ FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 @option("-ctv", "--cache-type-v", "type_v", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_V", help="type of the V cache")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="write to a file instead of stdout")
 @provider_option
-def command(path, geometry, type_, layer, format_, stats, output, ggml, **options) -> None:
+def command(path, geometry, type_, layer_list, skip, layer, format_, stats, output, ggml, **options) -> None:
     """Show the graph a model is computed with.
 
     Every node with its op, name, type, shape (in ggml order), device, sources, bytes, FLOPs, part of the model, and the Python line
@@ -40,9 +42,12 @@ def command(path, geometry, type_, layer, format_, stats, output, ggml, **option
     """
     if path and geometry:
         raise click.UsageError("a model and --geometry were given; one of them says what to show")
+    if geometry and (layer_list or skip):
+        raise click.UsageError("--layers and --skip choose among the layers of a file, and --geometry has none")
     if stats and format_ not in ("text", "json"):
         raise click.UsageError(f"--stats is written as text or json, not as {format_}")
-    view = _view(path, geometry, type_, ggml, **options)
+    chosen = dict(layers=layer_list, skip=skip or ())
+    view = _view(path, geometry, type_, ggml, chosen, **options)
     if layer is not None:
         if layer not in view.layers:
             raise OptionError(f"layer {layer} has no nodes in this graph, which has layers {view.layers[0]} to {view.layers[-1]}")
@@ -55,13 +60,13 @@ def command(path, geometry, type_, layer, format_, stats, output, ggml, **option
         note(f"wrote {output}, {size(Path(output).stat().st_size)}")
 
 
-def _view(path, geometry, type_, ggml, *, n_tokens, n_depth, mtp, graph, delta_net, flash_attn, type_k, type_v):
+def _view(path, geometry, type_, ggml, chosen, *, n_tokens, n_depth, mtp, graph, delta_net, flash_attn, type_k, type_v):
     from ..geometry import model_of
     from ..graph.support import resolve_options
     from ..graph_view import outline
     from ..model import load
 
-    with model_of(geometry, type=type_, mtp=mtp, ggml=ggml) if geometry else load(path, ggml=ggml, weights=False) as model:
+    with model_of(geometry, type=type_, mtp=mtp, ggml=ggml) if geometry else load(path, ggml=ggml, weights=False, **chosen) as model:
         options = resolve_options(graph, delta_net, flash_attn, model.hparams, model.devices)
         return outline(model, options, n_tokens=n_tokens, n_past=n_depth, type_k=type_k, type_v=type_v, mtp=mtp, lines=True)
 

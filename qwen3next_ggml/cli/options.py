@@ -118,12 +118,22 @@ def opened(path: str | None):
 # the model, and where it runs
 
 
+LAYER_LIST = Listed(click.IntRange(min=0))
+layer_parameters = (
+    option("--layers", "layer_list", type=LAYER_LIST, metavar="N,…",
+           help="the file's layers to run, in this order; one given twice has a state for each  [default: all]"),
+    option("--skip", type=LAYER_LIST, metavar="N,…", help="the file's layers to leave out"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which file, on which devices of which libggml."""
+    """Which file with which of its layers, on which devices of which libggml."""
 
     path: str | None
     device: str
+    layer_list: tuple[int, ...] | None
+    skip: tuple[int, ...] | None
     repack: bool
     ggml: str | None
 
@@ -136,7 +146,7 @@ class ModelOptions:
         names = _device_names(self.device)
         if self.device == "auto":
             note(f"device: {', '.join(names)}")
-        return load(self.path, device=names, repack=self.repack)
+        return load(self.path, device=names, repack=self.repack, layers=self.layer_list, skip=self.skip or ())
 
 
 def _device_names(wanted: str) -> list[str]:
@@ -161,6 +171,7 @@ model_options = grouped(
     option("-dev", "--device", default="CPU", metavar="DEV,…", env="DEVICE",
            help="devices the layers are spread over; auto: all GPUs, or the CPU; none: the CPU"),
     option("--list-devices", is_flag=True, help="list the devices and exit"),
+    *layer_parameters,
     option("--repack/--no-repack", " /-nr", default=False, env="REPACK",
            help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy  [default: no]"),
     provider_option,

@@ -79,6 +79,30 @@ def test_every_model_option_acts(qgraph, handed):
         assert ("device: CPU\n" in result.stderr) == (device == "auto")
 
 
+def test_layers_are_chosen_wherever_a_model_is_loaded(qgraph, handed, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 40)
+    for args in (("run", "-n", 1), ("trace", "-p", "hi", "-o", tmp_path / "t"), ("bench", "-p", 2, "-n", 0, "-r", 1), ("graph",),
+                 ("ppl", "-f", text, "-c", 256, "--chunks", 1)):  # fmt: skip
+        handed.clear()
+        assert qgraph(*args, "--layers", "0,1,2,2,3", "--skip", "1").exit_code == 0
+        assert (handed["layers"], handed["skip"]) == ((0, 1, 2, 2, 3), (1,)), args
+
+
+@pytest.mark.parametrize(
+    "args, code, said",
+    [
+        (("run", "-n", 1, "--skip", 8), 1, "error: skip: there is no layer 8; the model has 0 to 7\n"),
+        (("graph", "--layers", 0, "--skip", 0), 1, "error: layers=(0,) and skip=[0] leave no layer of 8\n"),
+        (("run", "--layers", "0,x"), 2, "'x' is not a valid integer"),
+        (("graph", "--geometry", "qwen3-next-80b", "--layers", 0), 2, "--geometry has none"),
+    ],
+)
+def test_layers_that_cannot_be(qgraph, args, code, said):
+    result = qgraph(*args)
+    assert result.exit_code == code and said in result.stderr and result.stdout == ""
+
+
 @pytest.mark.parametrize("word, meaning", [("on", "on"), ("1", "on"), ("TRUE", "on"), ("off", "off"), ("0", "off"), ("auto", "auto")])
 def test_words_for_flash_attention(qgraph, handed, word, meaning):
     qgraph("run", "-n", 1, "-fa", word)
