@@ -12,12 +12,12 @@ from difflib import get_close_matches
 import numpy as np
 
 from .errors import GraphError
-from .executor import Built
 from .graph.key import GraphKey
-from .graph.options import FAST_OPTIONS
+from .graph.options import FAST_OPTIONS, PLAIN
 from .graph.patch import Patch, matches
 from .graph_cache import GraphCache
 
+Shapes = Mapping[tuple[str, int], tuple[int, ...]]
 # (tokens, wanted rows) of the graphs that are compared: a dimension that follows one of them is the token axis
 FEW, MORE = (3, 2), (5, 4)
 
@@ -74,20 +74,25 @@ class Probes:
         self.captures: list[Capture] = []
         self._patches: list[Patch] = []
         self._off: list[str] = []
+        self._known: dict[GraphKey, Shapes] = {}
+
+    @property
+    def quiet(self) -> bool:
+        return not self.captures and not self._patches
 
     def key(self, key: GraphKey) -> GraphKey:
         """Return the key of the graph that serves them all."""
-        if not self.captures and not self._patches:
+        if self.quiet:
             return key
         return replace(
-            key, options=key.options.but(**dict.fromkeys(self._off, False)), patches=tuple(self._patches),
+            _without(key, self._off), patches=tuple(self._patches),
             captures=tuple(sorted({_glob(p) for c in self.captures for p in c.patterns} | set(key.captures))),
         )  # fmt: skip
 
     @contextmanager
     def capture(self, patterns: tuple[str, ...]) -> Iterator[Capture]:
         """Read the nodes that `patterns` name in every graph run inside the block."""
-        axes, off = look(self.graphs.build, self.key(self.base), patterns)
+        axes, off = look(self._shapes, self.key(self.base), patterns)
         found = Capture(patterns, axes)
         with self._in_force(self.captures, found, off):
             yield found
@@ -95,7 +100,7 @@ class Probes:
     @contextmanager
     def patch(self, name: str, fn: Callable) -> Iterator[None]:
         """Put `fn(g, x)` in the place of `name` in every graph run inside the block; its graphs go with the block."""
-        _, off = look(self.graphs.build, self.key(self.base), (name,))
+        _, off = look(self._shapes, self.key(self.base), (name,))
         with self._in_force(self._patches, Patch(name, fn), off):
             yield
 
@@ -112,32 +117,50 @@ class Probes:
             self.graphs.drop(lambda key: bool(key.captures or key.patches))
 
 
-def look(build: Callable[[GraphKey], Built], key: GraphKey, patterns: Iterable[str]) -> tuple[dict, tuple[str, ...]]:
+    def _shapes(self, key: GraphKey) -> Shapes:
+        """Return the shape of everything that has a name in the graph of `key`."""
+        key = replace(key, captures=("*",))
+        if key in self._known:
+            return self._known[key]
+        built = self.graphs.build(key)
+        found = {at: node.ne for at, (node, _) in built.kept.items()}
+        built.close()
+        if not key.patches:
+            self._known[key] = found
+        return found
+
+
+def look(shapes: Callable[[GraphKey], Shapes], key: GraphKey, patterns: Iterable[str]) -> tuple[dict, tuple[str, ...]]:
     """Find the nodes that `patterns` name → the token axis of each, and the fast options that must be off for them.
 
-    An option must be off when without it there is a node that is not there, or has another shape, with it. Raises
-    GraphError for a pattern that names nothing, with the closest names.
+    An option must be off when it removes or reshapes a node that the plain graph has, alone or beside those that stay on.
+    Raises GraphError for a pattern that names nothing, with the closest names.
     """
     patterns = tuple(patterns)
+
+    def named(key: GraphKey) -> Shapes:
+        return {at: ne for at, ne in shapes(key).items() if any(matches(p, *at) for p in patterns)}
+
     few = replace(key, sizes=replace(key.sizes, n_seq_tokens=FEW[0], n_outputs=FEW[1], keep=()))
-    wanted = _shapes(build, few, patterns)
-    on = [name for name in FAST_OPTIONS if getattr(key.options, name)]
-    off = [name for name in on if wanted != _shapes(build, replace(few, options=few.options.but(**{name: False})), patterns)]
-    options = key.options.but(**dict.fromkeys(off, False))
-    few = replace(few, options=options)
-    wanted = _shapes(build, few, patterns)
+    on = [name for name in FAST_OPTIONS if getattr(key.options, name) != getattr(PLAIN, name)]
+    few, off = _without(few, on), []
+    wanted = named(few)
+    for name in on:
+        faster = replace(few, options=few.options.but(**{name: getattr(key.options, name)}))
+        if wanted.items() <= named(faster).items():
+            few = faster
+        else:
+            off.append(name)
+    wanted = named(few)
     for pattern in patterns:
         if not any(matches(pattern, *at) for at in wanted):
-            raise GraphError(f"no node is named {pattern}; {_closest(pattern, _shapes(build, few, ('*',)))}")
-    more = _shapes(build, replace(few, sizes=replace(few.sizes, n_seq_tokens=MORE[0], n_outputs=MORE[1])), patterns)
+            raise GraphError(f"no node is named {pattern}; {_closest(pattern, shapes(few))}")
+    more = named(replace(few, sizes=replace(few.sizes, n_seq_tokens=MORE[0], n_outputs=MORE[1])))
     return {at: _token_axis(ne, more.get(at)) for at, ne in wanted.items()}, tuple(off)
 
 
-def _shapes(build: Callable[[GraphKey], Built], key: GraphKey, patterns: tuple[str, ...]) -> dict[tuple[str, int], tuple[int, ...]]:
-    built = build(replace(key, captures=tuple(_glob(p) for p in patterns)))
-    found = {at: node.ne for at, (node, _) in built.kept.items() if any(matches(p, *at) for p in patterns)}
-    built.close()
-    return found
+def _without(key: GraphKey, options: Iterable[str]) -> GraphKey:
+    return replace(key, options=key.options.but(**{name: getattr(PLAIN, name) for name in options}))
 
 
 def _token_axis(few: tuple[int, ...], more: tuple[int, ...] | None) -> int | None:

@@ -5,6 +5,7 @@ import pytest
 
 import qwen3next_ggml as q
 from qwen3next_ggml.errors import GraphError
+from qwen3next_ggml.graph.options import FAST_OPTIONS
 from tests.kit import max_abs, reference_of
 
 TOKENS = np.random.default_rng(3).integers(0, 97, 40).tolist()
@@ -66,7 +67,7 @@ def test_only_options_that_hide_a_node_are_switched_off(session):
     def options(*patterns):
         with session.capture(*patterns):
             key = session.probes.key(session.probes.base)
-        return {name for name in ("prune_last", "top_k_first", "expert_sum") if not getattr(key.options, name)}
+        return {name for name in FAST_OPTIONS if getattr(session.options, name) and not getattr(key.options, name)}
 
     assert options("attn_norm-0") == set()
     assert options("ffn_moe_probs-1") == {"top_k_first"}

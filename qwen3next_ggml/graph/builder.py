@@ -101,7 +101,10 @@ def capture(
     overwritten = {n.view_src for n in nodes if n.view_src is not None and n.op not in PLAIN_VIEW_OPS}
     out = ggml.Graph(g.context, 2 * len(nodes) + 64)
     seen: dict[str, int] = {}
-    kept = {(name, 0): (x, x) for name, x in g.inputs.items() if wanted(name)}
+    inputs = {name: x for name, x in g.inputs.items() if wanted(name)}
+    # a patch may leave an input without a reader, and then it gets no memory
+    read = {x for node in nodes for x in node.src} if inputs else ()
+    kept = {(name, 0): (x, x) for name, x in inputs.items() if x in read}
     for x, _ in kept.values():
         g.set_output(x)
     for node in nodes:

@@ -4,6 +4,8 @@
 """
 
 from .hparams import HParams, Rope, hparams_from_metadata
+from .layer import STATES
 from .qwen3next import ReferenceModel
+from .ubatch import ubatch_values
 
-__all__ = ["HParams", "ReferenceModel", "Rope", "hparams_from_metadata"]
+__all__ = ["STATES", "HParams", "ReferenceModel", "Rope", "hparams_from_metadata", "ubatch_values"]

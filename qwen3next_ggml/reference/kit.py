@@ -6,6 +6,9 @@ Knows one token, or one sequence for the chunked rule; no weights by name, no st
 
 import numpy as np
 
+# the smallest normal float16: upstream never divides the experts' weights by less
+WEIGHT_SUM_MIN = 2.0**-14
+
 
 def sigmoid(x):
     """Squash to (0, 1)."""
@@ -147,8 +150,9 @@ def attend(q, keys, values, *, scale):
 def route(logits, n_used):
     """Choose n_used experts: softmax over all of them, the largest first, weights made to sum to 1.
 
-    Returns the probabilities [n_expert], the chosen ids and their weights; the sum is clamped at F16's smallest normal, as upstream does.
+    Returns the probabilities [n_expert], the order of all experts, and the weights of its first n_used.
     """
     probs = softmax(logits)
-    ids = np.argsort(-probs, kind="stable")[:n_used]
-    return probs, ids, probs[ids] / max(probs[ids].sum(), 6.103515625e-5)
+    order = np.argsort(-probs, kind="stable")
+    picked = probs[order[:n_used]]
+    return probs, order, picked / max(picked.sum(), WEIGHT_SUM_MIN)

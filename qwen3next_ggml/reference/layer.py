@@ -4,6 +4,10 @@ import numpy as np
 
 from ..errors import TensorError
 
+# states: what the first token finds, and what the last one leaves
+FOUND, LEFT = ("conv_states", "state_predelta"), ("conv_state_last", "new_state")
+STATES = FOUND + LEFT
+
 
 class Layer:
     """The tensors of one block by GGUF name, without "blk.N." and ".weight"."""
@@ -33,12 +37,10 @@ class Layer:
 
 
 class Recorder:
-    """Keeps the named values of each token, and of a state its last value only.
+    """Keeps the named values of each token; of a state what the first token found, or what the last one left.
 
-    Where a name repeats within a token (as in llama.cpp), the last one stays.
+    Where a name repeats within a token (as in llama.cpp), the last value has the name, those before it "#0", "#1" … behind theirs.
     """
-
-    STATES = ("new_state",)
 
     def __init__(self, keep):
         self.keep, self.tokens, self.states = keep, [], {}
@@ -48,9 +50,21 @@ class Recorder:
 
     def __call__(self, name, value, il=None):
         if self.keep:
-            kept = self.states if name in self.STATES else self.tokens[-1]
-            kept[name if il is None else f"{name}-{il}"] = value
+            full = name if il is None else f"{name}-{il}"
+            if name in FOUND:
+                self.states.setdefault(full, value)
+            elif name in LEFT:
+                self.states[full] = value
+            else:
+                self._add(full, value)
         return value
+
+    def _add(self, name, value):
+        token = self.tokens[-1]
+        if name in token:
+            n_before = sum(other.startswith(f"{name}#") for other in token)
+            token[f"{name}#{n_before}"] = token[name]
+        token[name] = value
 
     def stacked(self):
         """Return name to [n_tokens, ...], states without the token axis."""

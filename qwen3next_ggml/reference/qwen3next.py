@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import OptionError, StateError
-from .kit import attend, conv_step, delta_step, l2_norm, pair_heads, rms_norm, rope_neox, route, sigmoid, silu, softplus
+from .kit import WEIGHT_SUM_MIN, attend, conv_step, delta_step, l2_norm, pair_heads, rms_norm, rope_neox, route, sigmoid, silu, softplus
 from .layer import Layer, Recorder
 
 
@@ -28,8 +28,8 @@ class ReferenceModel:
     def decode(self, tokens, *, seq=0, trace=None):
         """Run tokens through the trunk, advancing the sequence; returns logits [n_tokens, n_vocab].
 
-        A `trace` dict receives every named value of this call as [n_tokens, ...], states as they are after the last token;
-        "h_nextn" is what the MTP head wants.
+        A `trace` dict receives every named value of this call as [n_tokens, ...], states as the first token found or the last one
+        left them; "h_nextn" is what the MTP head wants. `ubatch_values` adds what tokens have only together.
         """
         note, rows = Recorder(trace is not None), []
         for token in self._checked(tokens):
@@ -37,7 +37,7 @@ class ReferenceModel:
             x = note("model.embed_tokens", self.w["token_embd.weight"][token])
             for il in range(self.hp.n_layer):
                 x = self._block(x, il, self._layer_state(il, seq), partial(note, il=il))
-            x = note("h_nextn", note("result_norm", rms_norm(x, self.w["output_norm.weight"], self.hp.f_norm_rms_eps)))
+            x = note("h_nextn", note("result_norm", self._norm(x, self.w["output_norm.weight"], note)))
             rows.append(note("result_output", self._head(x)))
         return self._finish(rows, note, trace)
 
@@ -46,20 +46,20 @@ class ReferenceModel:
 
         Its attention has a cache of its own. `trace["h_nextn"]` is the hidden of the next draft step.
         """
-        hp, il = self.hp, self.hp.n_layer
-        w, eps = Layer(self.w, il), hp.f_norm_rms_eps
+        il = self.hp.n_layer
+        w = Layer(self.w, il)
         recorder, rows = Recorder(trace is not None), []
         for token, h in zip(self._checked(tokens), np.asarray(hidden, np.float64), strict=True):
             recorder.next_token()
             note = partial(recorder, il=il)
             table = w.get("nextn.embed_tokens")
             e = note("mtp_tok_embd", (self.w["token_embd.weight"] if table is None else table)[token])
-            h = note("mtp_hnorm", rms_norm(note("mtp_h_input", h), w["nextn.hnorm"], eps))
-            e = note("mtp_enorm", rms_norm(e, w["nextn.enorm"], eps))
+            h = note("mtp_hnorm", self._norm(note("mtp_h_input", h), w["nextn.hnorm"], note))
+            e = note("mtp_enorm", self._norm(e, w["nextn.enorm"], note))
             x = note("mtp_eh_proj", w.mm("nextn.eh_proj", note("mtp_concat", np.concatenate([e, h]))))
             x = self._block(x, il, self._layer_state(il, seq), lambda name, value: note(MTP_NAMES.get(name, name), value))
             norm = w.get("nextn.shared_head_norm")
-            x = recorder("h_nextn", rms_norm(x, self.w["output_norm.weight"] if norm is None else norm, eps))
+            x = recorder("h_nextn", self._norm(x, self.w["output_norm.weight"] if norm is None else norm, recorder))
             own_head = w.get("nextn.shared_head_head") is not None
             rows.append(recorder("result_output", w.mm("nextn.shared_head_head", x) if own_head else self._head(x)))
         return self._finish(rows, recorder, trace)
@@ -116,21 +116,25 @@ class ReferenceModel:
     def _head(self, x):
         return self.w.get("output.weight", self.w["token_embd.weight"]) @ x
 
+    def _norm(self, x, weight, note):
+        return note("norm", rms_norm(x, 1.0, self.hp.f_norm_rms_eps)) * weight
+
     def _block(self, x, il, state, note):
-        w, eps = Layer(self.w, il), self.hp.f_norm_rms_eps
-        cur = note("attn_norm", rms_norm(x, w["attn_norm"], eps))
+        w = Layer(self.w, il)
+        cur = note("attn_norm", self._norm(x, w["attn_norm"], note))
         mix = self._attn_linear if "s" in state else self._attn
         x = note("attn_residual", mix(cur, w, state, note) + x)
-        cur = note("attn_post_norm", rms_norm(x, w["post_attention_norm"], eps))
+        cur = note("attn_post_norm", self._norm(x, w["post_attention_norm"], note))
         return note("l_out", note("post_moe", note("ffn_out", self._ffn(cur, w, note)) + x))
 
     def _attn(self, cur, w, state, note):
         hp, S = self.hp, self.hp.n_embd_head_k
         q_full, k, v = self._qkv(cur, w)
-        note("Qcur_full", q_full)
+        for name, x in (("Qcur_full", q_full), ("Kcur", k), ("Vcur", v)):
+            note(name, x)
         q, gate = np.split(q_full.reshape(hp.n_head, 2 * S), 2, axis=1)
-        q = note("Qcur_normed", rms_norm(q, w["attn_q_norm"], hp.f_norm_rms_eps))
-        k = note("Kcur_normed", rms_norm(k.reshape(hp.n_head_kv, S), w["attn_k_norm"], hp.f_norm_rms_eps))
+        q = note("Qcur_normed", self._norm(note("Qcur_view", q), w["attn_q_norm"], note))
+        k = note("Kcur_normed", self._norm(k.reshape(hp.n_head_kv, S), w["attn_k_norm"], note))
         pos = len(state["k"])
         q = note("Qcur", rope_neox(q, pos, hp.rope, n_rot=hp.n_rot))
         k = note("Kcur", rope_neox(k, pos, hp.rope, n_rot=hp.n_rot))
@@ -157,7 +161,8 @@ class ReferenceModel:
         beta = note("beta", sigmoid(note("b", ba[:, 0].ravel())))
         a = note("a_softplus", softplus(note("a", ba[:, 1].ravel()) + w.get("ssm_dt", ".bias")))
         gate = note("gate", a * w.get("ssm_a", ""))
-        conv, state["r"] = conv_step(state["r"], qkv, w["ssm_conv1d"])
+        conv, state["r"] = conv_step(note("conv_states", state["r"]), qkv, w["ssm_conv1d"])
+        note("conv_state_last", state["r"])
         conv = note("conv_output_silu", silu(note("conv_output_raw", conv)))
         q, k, v = (x.reshape(-1, S) for x in np.split(conv, [S * H_k, 2 * S * H_k]))
         note("q_conv", q)
@@ -165,11 +170,11 @@ class ReferenceModel:
         q, k = (pair_heads(l2_norm(x, hp.f_norm_rms_eps), H_v, self.head_pairing) for x in (q, k))
         note("q_conv_predelta", q)
         note("k_conv_predelta", k)
-        note("v_conv_predelta", v)
-        out, state["s"] = delta_step(state["s"], q, k, v, gate, beta)
+        note("v_conv_predelta", note("v_conv", v))
+        out, state["s"] = delta_step(note("state_predelta", state["s"]), q, k, v, gate, beta)
         note("attn_output", out)
         note("new_state", state["s"])
-        out = rms_norm(out, w["ssm_norm"], hp.f_norm_rms_eps) * silu(z.reshape(H_v, S))
+        out = self._norm(out, w["ssm_norm"], note) * silu(z.reshape(H_v, S))
         return note("linear_attn_out", w.mm("ssm_out", note("final_output", out.ravel())))
 
     def _qkvz(self, cur, w):
@@ -185,10 +190,12 @@ class ReferenceModel:
 
     def _ffn(self, cur, w, note):
         hp = self.hp
-        probs, ids, weights = route(note("ffn_moe_logits", w.mm("ffn_gate_inp", cur)), hp.n_expert_used)
+        probs, order, weights = route(note("ffn_moe_logits", w.mm("ffn_gate_inp", cur)), hp.n_expert_used)
         note("ffn_moe_probs", probs)
-        note("ffn_moe_topk", ids)
-        note("ffn_moe_weights", probs[ids])
+        note("ffn_moe_argsort", order)
+        ids = note("ffn_moe_topk", order[: hp.n_expert_used])
+        total = note("ffn_moe_weights_sum", note("ffn_moe_weights", probs[ids]).sum(keepdims=True))
+        note("ffn_moe_weights_sum_clamped", np.maximum(total, WEIGHT_SUM_MIN))
         note("ffn_moe_weights_norm", weights)
         if hp.expert_weights_scale not in (0.0, 1.0):
             weights = note("ffn_moe_weights_scaled", weights * hp.expert_weights_scale)

@@ -112,7 +112,7 @@ def test_attend_groups_query_heads():
 
 
 def test_route():
-    probs, ids, weights = kit.route(np.log([0.1, 0.4, 0.2, 0.3]), 2)
-    assert ids.tolist() == [1, 3] and np.allclose(probs, [0.1, 0.4, 0.2, 0.3]) and np.allclose(weights, [4 / 7, 3 / 7])
+    probs, order, weights = kit.route(np.log([0.1, 0.4, 0.2, 0.3]), 2)
+    assert order.tolist() == [1, 3, 2, 0] and np.allclose(probs, [0.1, 0.4, 0.2, 0.3]) and np.allclose(weights, [4 / 7, 3 / 7])
     flat = kit.route(np.zeros(1 << 17), 1)
     assert flat[2][0] == pytest.approx(2.0**-17 / 2.0**-14)
