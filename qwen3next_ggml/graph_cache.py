@@ -20,8 +20,11 @@ class GraphCache:
     """Own the compute buffer and the built graphs of one session.
 
     `n_builds` counts the graphs built for decoding. The buffer is sized at the start for `worst`; should it still
-    have to grow, every graph placed in it is built again.
+    have to grow, every graph placed in it is built again. `before_use` is called before a graph may overwrite what the last
+    one left in the buffer; `n_changes` counts the graphs added and dropped. `builder` makes what graphs are emitted with.
     """
+
+    builder: Callable[..., GraphBuilder] = GraphBuilder
 
     def __init__(self, model, state: GraphState, options: GraphOptions, worst: Sizes, *, n_threads: int):
         self.model = model
@@ -61,7 +64,7 @@ class GraphCache:
         budget = self._budget(key)
         ctx = ggml.Context(budget, graph_size=budget)
         graph = ggml.Graph(ctx, budget // 3 if key.captures else budget)
-        g = GraphBuilder(ctx, graph, key.options, scales=weights.scales, on_name=patched(key.patches))
+        g = self.builder(ctx, graph, key.options, scales=weights.scales, on_name=patched(key.patches))
         emit = arch.build_arch_graph_mtp if key.mtp else arch.build_arch_graph
         logits = emit(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.state)
         hidden = g.outputs.get("h_nextn")

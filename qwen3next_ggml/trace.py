@@ -1,4 +1,4 @@
-"""Record named values of many tokens into a safetensors file (level 11).
+"""Record named values of many tokens into a safetensors file (level 10).
 
 What each ubatch gives goes to one raw temporary file per name, beside the target; at the end they are put together and renamed,
 so that no more than one ubatch, and then one name, is held at a time. Knows nothing of text.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -63,7 +63,7 @@ def write_trace(session, tokens: Sequence[int], path: str | os.PathLike, *patter
     """Decode `tokens` after what `seq` holds and write the values that `patterns` name to `path` → name → shape.
 
     Arrays have the names and shapes `session.capture` gives them, an earlier value of a repeated name "#n" behind it; "tokens"
-    [n_tokens] is there too, and model, patterns and options in the metadata. Raises GraphError for a pattern that names nothing,
+    [n_tokens] is there too, and model, patterns, options and token axes (of four dimensions) in the metadata. Raises GraphError for a pattern that names nothing,
     StateError when the file cannot be written, and what `decode` raises; then there is no new file.
     """
     folder = os.path.dirname(os.path.realpath(path))
@@ -80,7 +80,8 @@ def write_trace(session, tokens: Sequence[int], path: str | os.PathLike, *patter
                     series[at].add(at[0], value)
         arrays = {_name(at, series): s.lazy() for at, s in series.items()}
         arrays["tokens"] = tokens.astype(np.int32)
-        write_arrays(path, _about(session, patterns, len(tokens)), arrays)
+        axes = {_name(at, series): s.axis for at, s in series.items()}
+        write_arrays(path, _about(session, patterns, len(tokens), axes), arrays)
     return {name: array.shape for name, array in arrays.items()}
 
 
@@ -105,10 +106,10 @@ def _name(at: tuple[str, int], among) -> str:
     return name if occurrence == last else f"{name}#{occurrence}"
 
 
-def _about(session, patterns: Sequence[str], n_tokens: int) -> dict[str, str]:
+def _about(session, patterns: Sequence[str], n_tokens: int, axes: Mapping[str, int | None]) -> dict[str, str]:
     model = session.model
     about = {
         "model": os.path.basename(model.file.path), "arch": model.file.arch, "fingerprint": model.fingerprint, "n_tokens": n_tokens,
-        "capture": list(patterns), "options": {name: x if isinstance(x, (str, int, bool)) else repr(x) for name, x in session.settings.items()},
+        "capture": list(patterns), "token_axes": axes, "options": {name: x if isinstance(x, (str, int, bool)) else repr(x) for name, x in session.settings.items()},
     }  # fmt: skip
     return {"format": FORMAT, "version": VERSION, "trace": json.dumps(about)}

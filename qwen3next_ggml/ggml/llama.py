@@ -17,11 +17,15 @@ from functools import lru_cache
 import numpy as np
 
 from ..errors import BackendError
+from .llama_library import library, open_llama
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaOptions:
-    """Model and context parameters, llama.cpp's names; `repack` is its `use_extra_bufts`, `mtp` a context that runs the NextN block."""
+    """Model and context parameters, llama.cpp's names; `repack` is its `use_extra_bufts`, `mtp` a context that runs the NextN block.
+
+    `folder` is a llama.cpp build, None the one in llama-cpp-python; all of the model stays on the CPU.
+    """
     n_ctx: int = 512
     n_batch: int = 2048
     n_ubatch: int = 512
@@ -34,6 +38,7 @@ class LlamaOptions:
     use_mmap: bool = True
     repack: bool = False
     mtp: bool = False
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ _NUMPY_TYPES = {"F32": "f4", "F16": "f2", "F64": "f8", "I8": "i1", "I16": "i2", 
 @lru_cache(maxsize=None)
 def _ggml():
     """The few ggml entries used here, looked up through libllama, so its own; all types stated, so pointers keep 64 bits."""
-    from llama_cpp.llama_cpp import _lib as lib
+    lib = library()
     pointer = ctypes.c_void_p
     for name, result, arguments in [
         ("ggml_nbytes", ctypes.c_size_t, [pointer]),
@@ -158,12 +163,7 @@ class Llama:
 
     def __init__(self, path: str, options: LlamaOptions, *, recorder: Recorder | None = None, vocab_only: bool = False):
         from gguf import GGMLQuantizationType
-        try:
-            from llama_cpp import llama_cpp as api
-        except ImportError as error:
-            raise BackendError(
-                f"llama.cpp comes with llama-cpp-python, which cannot be used here ({error}): pip install 'qwen3next_ggml[parity]'"
-            ) from None
+        api = open_llama(options.folder)
         self.api, self.context, self._recorder = api, None, recorder
         self._log = api.llama_log_callback(_log_errors)
         api.llama_log_set(self._log, None)
@@ -172,9 +172,12 @@ class Llama:
         params.load_mode = 1 if options.use_mmap else 0
         params.use_extra_bufts, params.vocab_only, params.n_gpu_layers = options.repack, vocab_only, 0
         params.load_mtp = options.mtp
+        # an empty list, or a GPU of the build would take part
+        self._no_devices = (ctypes.c_void_p * 1)()
+        params.devices = ctypes.addressof(self._no_devices)
         self.model = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self.model:
-            raise RuntimeError(f"llama.cpp cannot load {path}")
+            raise BackendError(f"llama.cpp cannot load {path}")
         self.vocab = api.llama_model_get_vocab(self.model)
         self.n_vocab = api.llama_vocab_n_tokens(self.vocab)
         if vocab_only:
@@ -190,7 +193,7 @@ class Llama:
             params.cb_eval = self._callback
         self.context = api.llama_init_from_model(self.model, params)
         if not self.context:
-            raise RuntimeError(f"llama.cpp cannot make a context with {options}")
+            raise BackendError(f"llama.cpp cannot make a context with {options}")
         self.batch = api.llama_batch_init(options.n_batch, 0, 1)
 
     @property
@@ -218,7 +221,7 @@ class Llama:
         if self._recorder is not None and self._recorder.error is not None:
             raise self._recorder.error
         if status != 0:
-            raise RuntimeError(f"llama_decode of {self.batch.n_tokens} tokens returned {status}, expected 0")
+            raise BackendError(f"llama_decode of {self.batch.n_tokens} tokens returned {status}, expected 0")
         self.api.llama_synchronize(self.context)
 
     def decode(self, tokens) -> np.ndarray:

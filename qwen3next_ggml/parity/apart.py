@@ -7,22 +7,35 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import BackendError
+from .one_op import OneOp
 from .recording import Recording
 from .sides import Run
 
 # the exit status of a worker that says why on the last line of stderr
 REFUSED = 3
+Result = TypeVar("Result")
 
 
 def record_apart(run: Run) -> Recording:
     """Run one side in a child process → its recording. Raises BackendError with what the child said when it failed."""
+    return _apart(run, (), Recording.load)
+
+
+def extract_apart(run: Run, name: str, occurrence: int, ubatch: int) -> OneOp:
+    """Call `extract` in a child process → the op. Raises BackendError with what the child said when it failed."""
+    return _apart(run, (name, occurrence, ubatch), OneOp.load)
+
+
+def _apart(run: Run, node: Sequence, load: Callable[[Path], Result]) -> Result:
     with tempfile.TemporaryDirectory(prefix="qgraph-parity-") as folder:
         job, out = Path(folder, "run.json"), Path(folder, "out.safetensors")
-        job.write_text(json.dumps(asdict(run)), encoding="utf-8")
+        job.write_text(json.dumps({"run": asdict(run), "node": node}), encoding="utf-8")
         # llama.cpp rotates quantised caches, we do not
         env = {**os.environ, "LLAMA_ATTN_ROT_DISABLE": "1"}
         command = [sys.executable, "-m", f"{__package__}.worker", str(job), str(out)]
@@ -32,4 +45,4 @@ def record_apart(run: Run) -> Recording:
             raise BackendError(said.splitlines()[-1])
         if done.returncode:
             raise BackendError(f"the process that ran {run.kind} on {run.device} ended with status {done.returncode}: {said[-2000:]}")
-        return Recording.load(out)
+        return load(out)

@@ -74,7 +74,8 @@ class Comparison:
 def nmse(got: np.ndarray, want: np.ndarray) -> float:
     """Return the squared error relative to the squared size of `want`, as ggml's test-backend-ops does."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.sum((got - want) ** 2) / max(np.sum(want**2), np.finfo(np.float64).tiny))
+    with np.errstate(over="ignore"):
+        return float(np.sum((got - want) ** 2) / max(np.sum(want**2), np.finfo(np.float64).tiny))
 
 
 def compare(ours: Recording, theirs: Recording, *, tolerance: float = 1e-6) -> Comparison:
@@ -122,6 +123,22 @@ def _same_extent(ours: Value, theirs: Value) -> tuple[np.ndarray, np.ndarray] | 
     return (a, b) if a.size == b.size else None
 
 
+def of_ubatch(value: Value, other: Value, ubatches: Sequence[int], ubatch: int) -> np.ndarray:
+    """Return the part of `other` that stands beside `value` in one ubatch: tokens first, one state, or all there is."""
+    ours, theirs = _same_extent(value, other)
+    return theirs[_parts(value, len(ours), ubatches).get(ubatch, slice(None))]
+
+
+def _parts(value: Value, n: int, ubatches: Sequence[int]) -> dict[int, slice]:
+    """Return where each ubatch lies on the first axis, of length `n`; nothing where only one value was kept."""
+    present = value.present or range(len(ubatches))
+    sizes = [ubatches[i] for i in present]
+    ends = np.cumsum(sizes).tolist()
+    if n == ends[-1]:
+        return {i: slice(end - size, end) for i, size, end in zip(present, sizes, ends)}
+    return {i: slice(at, at + 1) for at, i in enumerate(present)} if value.how == EACH and n == len(present) else {}
+
+
 def _aligned(name: str, pair: tuple[np.ndarray, np.ndarray], ids: Sequence[dict]) -> list[np.ndarray]:
     """Return both arrays as rows, one per token or ubatch, with experts in the order of their ids."""
     base, _, layer = name.rpartition("-")
@@ -141,16 +158,12 @@ def _by_id(x: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
 
 
 def _first_bad(value: Value, pair: Sequence[np.ndarray], ubatches: Sequence[int], tolerance: float) -> int:
-    """Return the first ubatch in which a node is off; what only the last ubatch has goes there."""
-    ends = np.cumsum(ubatches).tolist()
-    if len(pair[0]) == ends[-1]:
-        parts = [slice(end - n, end) for n, end in zip(ubatches, ends)]
-    elif value.how == EACH and len(pair[0]) == len(ubatches):
-        parts = [slice(i, i + 1) for i in range(len(ubatches))]
-    else:
-        return len(ubatches) - 1
-    off = [_difference(value.name, *(x[part] for x in pair))[0] for part in parts]
-    return next((i for i, x in enumerate(off) if x > tolerance), int(np.argmax(off)))
+    """Return the first ubatch in which a node is off, the last that has it where only one value was kept."""
+    parts = _parts(value, len(pair[0]), ubatches)
+    if not parts:
+        return (value.present or range(len(ubatches)))[-1]
+    off = {i: _difference(value.name, *(x[part] for x in pair))[0] for i, part in parts.items()}
+    return next((i for i, x in off.items() if x > tolerance), max(off, key=off.get))
 
 
 def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> tuple[float, str]:

@@ -6,31 +6,33 @@ A session opens the one libggml of its process and llama.cpp another, so `apart`
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from .. import ggml
 from ..errors import OptionError
 from ..gguf_file import GgufFile
+from ..graph.options import GraphOptions
 from ..graph_view import GraphView
 from ..graph_view.records import KERNEL, VIEW
 from ..model import available_cpus, embedded_model, load
-from ..reference import ReferenceModel, hparams_from_metadata
-from ..session import N_PAD
+from ..reference import STATES, ReferenceModel, hparams_from_metadata
+from ..session import N_PAD, Session
 from .recording import LAST, TOKENS, Recording, Value, merge, trimmed
 
 SESSION, LLAMA, FLOAT64 = "session", "llama.cpp", "float64"
-# float64 keeps what is a state after the last token only
-STATES = ("new_state",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What one side does: `tokens` but the last in ubatches, the last as a step of its own, so that a state not kept shows.
 
-    `kind` is SESSION, LLAMA or FLOAT64; `path` None is the embedded model. `device`, `ggml`, `graph` and `delta_net` are a
-    session's; `patterns` are globs over the names to keep.
+    `kind` is SESSION, LLAMA or FLOAT64; `path` None is the embedded model. `device`, `graph` and `delta_net` are a
+    session's, `ggml` is its provider, or the folder of a llama.cpp build; `patterns` are globs over the names to keep; without `step` the last
+    token goes with the others. `options` are GraphOptions in the place of `graph`, `delta_net` and `flash_attn`.
     """
 
     kind: str = SESSION
@@ -46,11 +48,14 @@ class Run:
     type_k: str = "f32"
     type_v: str = "f32"
     patterns: tuple[str, ...] = ("*",)
+    step: bool = True
+    options: tuple[tuple[str, bool | str], ...] = ()
 
     @property
     def batches(self) -> list[tuple[int, ...]]:
         """The tokens as they are handed in."""
-        return [batch for batch in (self.tokens[:-1], self.tokens[-1:]) if batch]
+        cut = len(self.tokens) - self.step
+        return [batch for batch in (self.tokens[:cut], self.tokens[cut:]) if batch]
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -73,22 +78,30 @@ def record(run: Run) -> Recording:
     return {SESSION: _session, LLAMA: _llama, FLOAT64: _float64}[run.kind](run)
 
 
-def _session(run: Run) -> Recording:
-    with load(run.path, device=run.device.split(","), ggml=run.ggml, n_threads=run.n_threads) as model:
+@contextmanager
+def opened(run: Run) -> Iterator[Session]:
+    """Load the model of a run and open its session; weights stay as the file has them, for other layouts have other kernels."""
+    graph = GraphOptions(**dict(run.options)) if run.options else run.graph
+    with load(run.path, device=run.device.split(","), ggml=run.ggml, n_threads=run.n_threads, repack=False) as model:
         with model.session(
-            n_ctx=run.n_ctx, n_ubatch=run.n_ubatch, graph=run.graph, delta_net=run.delta_net, flash_attn=run.flash_attn,
+            n_ctx=run.n_ctx, n_ubatch=run.n_ubatch, graph=graph, delta_net=run.delta_net, flash_attn=run.flash_attn,
             type_k=run.type_k, type_v=run.type_v,
         ) as session:  # fmt: skip
-            options = session.options
-            n_tokens = run.ubatches(1 if options.delta_net == "autoregressive" else run.n_ubatch)
-            notes = _notes(session.graph(n_tokens[0], lines=True))
-            ubatches = [u for batch in run.batches for u in session.debug_capture({0: batch}, run.wanted, logits="all")[1]]
+            yield session
+
+
+def _session(run: Run) -> Recording:
+    with opened(run) as session:
+        options = session.options
+        n_tokens = run.ubatches(1 if options.delta_net == "autoregressive" else run.n_ubatch)
+        notes = _notes(session.graph(n_tokens[0], lines=True))
+        ubatches = [u for batch in run.batches for u in session.debug_capture({0: batch}, run.wanted, logits="all")[1]]
     provider = ggml.provider()
     title = (
         f"{run.device}, ggml {provider.version} of {provider.name}, graph {run.graph}, delta net {options.delta_net}, "
         f"flash attention {'on' if options.flash_attn else 'off'}, ubatch {run.n_ubatch}"
     )
-    return Recording(title, run.tokens, tuple(n_tokens), merge(ubatches, n_tokens, notes))
+    return Recording(title, run.tokens, tuple(n_tokens), merge(ubatches, n_tokens, notes), asdict(options))
 
 
 def _notes(view: GraphView) -> dict[tuple[str, int], tuple[str, tuple, str]]:
@@ -110,7 +123,7 @@ def _llama(run: Run) -> Recording:
 
     options = LlamaOptions(
         n_ctx=run.n_ctx, n_ubatch=run.n_ubatch, n_batch=max(len(run.tokens), run.n_ubatch), flash_attn=run.flash_attn != "off",
-        n_threads=run.n_threads or available_cpus(), type_k=run.type_k, type_v=run.type_v,
+        n_threads=run.n_threads or available_cpus(), type_k=run.type_k, type_v=run.type_v, folder=run.ggml,
     )  # fmt: skip
     recorder = Recorder(run.wanted)
     llama = Llama(run.path or str(embedded_model()), options, recorder=recorder)
@@ -120,7 +133,8 @@ def _llama(run: Run) -> Recording:
             recorder.start_step(i)
             llama.decode([(token, at + j, 0, True) for j, token in enumerate(batch)])
             at += len(batch)
-        title = f"llama.cpp, ggml {llama.ggml_version}, flash attention {'on' if options.flash_attn else 'off'}, ubatch {run.n_ubatch}"
+        whose = f"llama.cpp of {run.ggml}" if run.ggml else "llama.cpp"
+        title = f"{whose}, ggml {llama.ggml_version}, flash attention {'on' if options.flash_attn else 'off'}, ubatch {run.n_ubatch}"
     finally:
         llama.close()
     graphs: dict[tuple[int, int], dict] = {}
@@ -131,14 +145,20 @@ def _llama(run: Run) -> Recording:
 
 
 def _float64(run: Run) -> Recording:
-    trace: dict[str, np.ndarray] = {}
-    float64_model(run.path).decode(run.tokens, trace=trace)
+    model, traces = float64_model(run.path), []
+    for batch in run.batches:
+        traces.append({})
+        model.decode(batch, trace=traces[-1])
     values = []
-    for name, array in trace.items():
-        state = name.startswith(STATES)
+    for full in traces[0]:
+        # of a state what the last batch found or left
+        state, arrays = full.startswith(STATES), [trace[full] for trace in traces]
+        array = arrays[-1] if state else np.concatenate(arrays)
+        name, _, occurrence = full.partition("#")
         ne = trimmed(array.shape[::-1])
         dtype = np.int32 if array.dtype.kind in "iu" else np.float32
-        values.append(Value(name, None, "", ne, LAST if state else TOKENS, np.ascontiguousarray(array, dtype)))
+        how = LAST if state else TOKENS
+        values.append(Value(name, int(occurrence) if occurrence else None, "", ne, how, np.ascontiguousarray(array, dtype)))
     return Recording("float64 reference", run.tokens, (len(run.tokens),), tuple(values))
 
 
