@@ -5,7 +5,10 @@ import pytest
 
 import qwen3next_ggml as q
 from qwen3next_ggml.errors import GraphError
-from qwen3next_ggml.graph.options import FAST_OPTIONS
+from qwen3next_ggml.graph.inputs import Sizes
+from qwen3next_ggml.graph.key import GraphKey
+from qwen3next_ggml.graph.options import FAST_OPTIONS, LEAN
+from qwen3next_ggml.probes import look
 from tests.kit import max_abs, reference_of
 
 TOKENS = np.random.default_rng(3).integers(0, 97, 40).tolist()
@@ -141,3 +144,58 @@ def test_graphs_of_a_block_go_with_it(session):
         with session.patch("l_out-0", lambda g, x, i=i: g.scale(x, 1.0 + i)):
             session.decode([1])
     assert len(session.graphs) <= n + 1
+
+
+@pytest.mark.parametrize("inner", ["l_out-0", "l_out-1"])
+def test_captures_inside_each_other(session, inner):
+    """Each sees what happens while it is in force, the same name or not."""
+    with session.capture("l_out-0") as t:
+        session.decode(TOKENS[:3])
+        with session.capture(inner) as u:
+            session.decode(TOKENS[3:5])
+        session.decode(TOKENS[5:9])
+    assert (t["l_out-0"].shape, u[inner].shape) == ((9, 64), (2, 64)) and list(u) == [inner]
+    assert inner != "l_out-0" or np.array_equal(t["l_out-0"][3:5], u[inner])
+    assert not session.probes.captures and session.probes.key(session.probes.base) == session.probes.base
+
+
+def test_an_input_that_a_patch_leaves_unread(model):
+    """It gets no memory, so there is nothing to read, and the step goes through."""
+    def flat(g, x):
+        return g.repeat_4d(g.input("flat", np.full(1, 1 / 256)), *x.ne)
+
+    with model.session(**FAST, graph="plain", flash_attn=False) as s, s.patch("kq_soft_max-3", flat), s.capture("*") as t:
+        s.decode(TOKENS[:3])
+        assert s.n_past() == 3 and "attn_inp_kq_mask" not in t and "inp_pos" in t
+        # all cells alike: of 256, three hold a value
+        assert max_abs(t["kqv-3"][0, 0], t["Vcur-3"][:, 0].sum(axis=0) / 256) < 1e-6
+        with pytest.raises(GraphError, match="no node is named attn_inp_kq_mask"), s.capture("attn_inp_kq_mask"):
+            pass
+
+
+@pytest.mark.parametrize("name", ["conv_state_update-1", "rs_s_copy", "state_predelta-0", "conv_states-2"])
+def test_nodes_of_adjacent_slots_are_there_to_read(session, name):
+    with session.capture(name) as t:
+        session.decode(TOKENS[:3])
+        session.decode(TOKENS[3:4])
+    assert list(t) == [name] and np.isfinite(t[name]).all()
+
+
+def test_an_option_hidden_behind_another_is_found(model):
+    """Two options that each remove a node: both are switched off for it, neither for another one."""
+    def shapes(key):
+        names = {("a-0", 0): (4, key.sizes.n_seq_tokens)}
+        return names if key.options.prune_last or key.options.expert_sum else names | {("b-0", 0): (key.sizes.n_seq_tokens,)}
+
+    key = GraphKey(Sizes(1, 1, 1, 256, 0), LEAN)
+    assert look(shapes, key, ("a-0",)) == ({("a-0", 0): 2}, ())
+    axes, off = look(shapes, key, ("b-*",))
+    assert axes == {("b-0", 0): 3} and set(off) == {"prune_last", "expert_sum"}
+
+
+def test_a_second_look_builds_nothing(session, monkeypatch):
+    with session.capture("l_out-1"):
+        pass
+    monkeypatch.setattr(type(session.graphs), "build", None)
+    with session.capture("attn_norm-*", "gate-2"):
+        assert session.probes.key(session.probes.base).options == session.options
