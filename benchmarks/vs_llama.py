@@ -1,198 +1,128 @@
 """Ours against llama.cpp on one file, interleaved A B B A in one run.
 
-Two processes stay loaded and take turns; the same tokens, threads, ubatch, flash attention and load policy on both sides.
-Speeds are printed only after both sides gave the same logits in that configuration. The last line of stdout is one JSON document.
+Each side is a process that stays loaded; they take turns on the same tokens, with the same threads. llama.cpp is measured as it
+comes ("default"), in the best configuration found for the row ("best"), or as ours is loaded ("same"). Speeds are printed only
+after both sides gave the same logits in that configuration. The last line of stdout is one JSON document.
 """
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks.workers import EngineConfig, Worker
-
-EMBEDDED = Path(__file__).parents[1] / "qwen3next_ggml/data/bard.gguf"
-N_FORCED = 32
-# OpenMP threads spin for a while after their last step; the other side starts when they sleep
-PAUSE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Equivalence:
-    """How close two sides are: [1 + N_FORCED, n_vocab] logits after a prompt and along a given continuation."""
-    nmse: float
-    max_nmse: float
-    top1_agreement: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.nmse <= self.limit and self.top1_agreement == 1.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """Tokens per second of one test, in the order measured; ours[i] and theirs[i] were measured one after the other."""
-    test: str
-    ours: list[float]
-    theirs: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        return [a / b for a, b in zip(self.ours, self.theirs)]
-
-    def summary(self) -> dict:
-        return asdict(self) | {
-            "ours_median": statistics.median(self.ours), "theirs_median": statistics.median(self.theirs),
-            "ratio_median": statistics.median(self.ratios), "ratio_min": min(self.ratios), "ratio_max": max(self.ratios)}
-
-
-def check_equivalence(ours, theirs, *, n_prompt, n_vocab, limit) -> Equivalence:
-    """Feed both sides the same prompt and continuation.
-
-    A top-1 that differs counts as agreeing where their own lead is a near-tie: no more of the logits' spread than the limit
-    allows two values to move apart.
-    """
-    rng = np.random.default_rng(1)
-    prompt, continuation = (rng.integers(0, n_vocab, n).tolist() for n in (n_prompt, N_FORCED))
-    a = ours.call("forced_logits", prompt, continuation).astype(np.float64)
-    b = theirs.call("forced_logits", prompt, continuation).astype(np.float64)
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return Equivalence(float("inf"), float("inf"), 0.0, limit)
-    error, size = ((a - b) ** 2).sum(-1), (b**2).sum(-1)
-    lead = b.max(-1) - np.take_along_axis(b, a.argmax(-1)[:, None], -1)[:, 0]
-    agree = lead <= (2 * limit) ** 0.5 * b.std()
-    return Equivalence(float(error.sum() / size.sum()), float((error / size).max()), float(agree.mean()), limit)
-
-
-def measure(ours, theirs, test, verb, args, n_tokens, rounds) -> Row:
-    """Run a verb in the order A B B A, `rounds` times; each A is paired with the B next to it."""
-    seconds = {ours: [], theirs: []}
-    for side in (ours, theirs, theirs, ours) * rounds:
-        time.sleep(PAUSE_SECONDS)
-        seconds[side].append(side.call(verb, *args))
-    return Row(test, [n_tokens / s for s in seconds[ours]], [n_tokens / s for s in seconds[theirs]])
-
-
-def run_rows(ours, theirs, *, prompts, decodes, depth, rounds, n_vocab):
-    """Yield a Row per prompt length and per number of decoded tokens."""
-    rng = np.random.default_rng(2)
-    for n in prompts:
-        yield measure(ours, theirs, f"pp{n}", "time_prompt", [rng.integers(0, n_vocab, n).tolist()], n, rounds)
-    for n in decodes:
-        tokens, deep = (rng.integers(0, n_vocab, k).tolist() for k in (n, depth))
-        test = f"tg{n}" + (f" @ d{depth}" if depth else "")
-        yield measure(ours, theirs, test, "time_decode", [tokens, deep], n, rounds)
-
-
-@dataclass(frozen=True)
-class MachineClock:
-    """CPU time since boot: all of it, spent working, taken by other virtual machines, spent by given processes."""
-    total: float
-    busy: float
-    steal: float
-    own: float
-
-    @classmethod
-    def read(cls, pids):
-        user, nice, system, idle, iowait, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
-        busy = user + nice + system + irq + softirq
-        return cls(busy + idle + iowait + steal, busy, steal, sum(map(_process_ticks, pids)))
-
-    def share_since(self, start) -> dict:
-        total = max(1.0, self.total - start.total)
-        others = (self.busy - start.busy) - (self.own - start.own)
-        return {"other_processes": max(0.0, others / total), "stolen": (self.steal - start.steal) / total}
-
-
-def _process_ticks(pid):
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-
-
-def table(rows, ours, theirs) -> str:
-    lines = [f"| test | {ours.name} t/s | {theirs.name} t/s | ratio | pairs | lowest | highest |", "| --- " + "| ---: " * 6 + "|"]
-    for s in (row.summary() for row in rows):
-        lines.append(f"| {s['test']} | {s['ours_median']:.1f} | {s['theirs_median']:.1f} | {s['ratio_median']:.3f} "
-                     f"| {len(s['ours'])} | {s['ratio_min']:.3f} | {s['ratio_max']:.3f} |")
-    return "\n".join(lines)
+from benchmarks import machine, report
+from benchmarks.best import best_config, default_config
+from benchmarks.engines import EngineConfig
+from benchmarks.measure import OURS, Side, dumps, measure
+from benchmarks.models import DEFAULT_CACHE, EMBEDDED, model_path
+from benchmarks.rows import ROWS, TABLE, Row
 
 
 def parse_args(argv):
     def ints(text):
         return [int(part) for part in text.split(",") if int(part)]
 
+    def names(known):
+        def convert(text):
+            unknown = [name for name in text.split(",") if name not in known]
+            if unknown:
+                raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected names of {', '.join(known)}")
+            return text.split(",")
+
+        return convert
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vs_llama", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", default=str(EMBEDDED), help="GGUF file (default: the embedded model)")
-    parser.add_argument("-p", "--n-prompt", type=ints, default=[512], metavar="N[,N]", help="prompt lengths, 0 for none (512)")
-    parser.add_argument("-n", "--n-gen", type=ints, default=[128], metavar="N[,N]", help="tokens to decode, 0 for none (128)")
-    parser.add_argument("-d", "--depth", type=int, default=0, help="tokens in the context before decoding (0)")
-    parser.add_argument("-r", "--rounds", type=int, default=5, help="rounds of A B B A, two pairs each (5)")
-    parser.add_argument("-t", "--threads", type=int, default=os.cpu_count(), help="threads of each side (all CPUs)")
-    parser.add_argument("-ub", "--ubatch-size", type=int, default=512, help="tokens computed at once (512)")
-    parser.add_argument("-fa", "--flash-attn", type=int, choices=(0, 1), default=1, help="flash attention (1)")
-    parser.add_argument("--repack", type=int, choices=(0, 1), default=0, help="repack weights on both sides (0: as mapped)")
-    parser.add_argument("--provider", default="llama_cpp", help="our libggml: llama_cpp (llama.cpp's own) or ggml_python")
-    parser.add_argument("--graph", default="auto", help="our graph: auto, plain (llama.cpp's own) or lean (auto)")
-    parser.add_argument("--ours", choices=("ours", "llama.cpp"), default="ours",
-                        help="llama.cpp: against itself, which shows the noise of the machine")
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add = parser.add_argument
+    add("--rows", type=names(ROWS), metavar="NAME,…", help=f"rows of {', '.join(ROWS)} (without -p and -n: all but those of 48 layers)")
+    add("--cache", type=Path, default=DEFAULT_CACHE, metavar="DIR", help=f"folder of made files, states and searches ({DEFAULT_CACHE})")
+    add("-m", "--model", help="GGUF file for rows of four layers (made in the cache), and for -p and -n (the embedded model)")
+    add("-p", "--n-prompt", type=ints, metavar="N,…", help="prompt lengths to measure, 0 for none")
+    add("-n", "--n-gen", type=ints, metavar="N,…", help="tokens to decode, 0 for none")
+    add("-d", "--depth", type=int, default=0, help="tokens in the context before those of -n (0)")
+    add("--n-depth", type=int, metavar="N", help="context of the row `deep` (32768)")
+    add("--against", type=names(("best", "default", "same")), metavar="SIDE,…", help="sides to compare with (those of the row; same)")
+    add("-r", "--rounds", type=int, default=3, help="rounds of A B B A, two pairs each (3)")
+    add("-t", "--threads", type=int, default=os.cpu_count(), help="threads of each side (all CPUs)")
+    add("-ub", "--ubatch-size", type=int, default=512, help="tokens computed at once (512)")
+    add("-fa", "--flash-attn", type=int, choices=(0, 1), default=1, help="flash attention (1)")
+    add("--repack", default="auto", help="our load policy: auto, 0, 1, or kinds such as dense+head (auto)")
+    add("--mmap", type=int, choices=(0, 1), default=1, help="map weights (1), or copy them into huge pages (0)")
+    add("--provider", help="our libggml: llama_cpp (llama.cpp's own) or ggml_python (the row's; llama_cpp)")
+    add("--graph", default="auto", help="our graph: auto, plain (llama.cpp's own), lean, or with changes: lean,prune_last=0 (auto)")
+    add("--search", action="store_true", help="look for llama.cpp's best configurations anew")
+    add("--fresh-pages", action="store_true", help="drop the file from the page cache first, so that it is read into huge pages")
     args = parser.parse_args(argv)
-    if args.rounds < 1 or not (args.n_prompt or args.n_gen):
+    if args.rounds < 1 or not (args.rows or args.n_prompt or args.n_gen or (args.n_prompt, args.n_gen) == (None, None)):
         parser.error("nothing to measure: expected -r of at least 1 and a length in -p or -n")
     return args
 
 
-def nmse_limit(args) -> float:
-    """llama.cpp's own graph on the same libggml and mapped weights must give its numbers.
+def wanted_rows(args) -> list[Row]:
+    """Return the rows to measure: those named, else those of -p and -n, else the table."""
+    if args.n_prompt is None and args.n_gen is None or args.rows:
+        rows = [ROWS[name] for name in args.rows or TABLE]
+        return [replace(row, depth=args.n_depth) if row.kind == "deep" and args.n_depth else row for row in rows]
+    common = {"model": "given", "provider": args.provider or "llama_cpp", "targets": {"same": None}}
+    prompts = [Row(name=f"pp{n}", what=f"pp{n}", kind="prompt", n=n, **common) for n in args.n_prompt or ()]
+    names = [(n, f"tg{n}" + (f" @ d{args.depth}" if args.depth else "")) for n in args.n_gen or ()]
+    return prompts + [Row(name=name, what=name, kind="decode", n=n, depth=args.depth, **common) for n, name in names]
 
-    Everything else adds in another order, and quantised products round their activations: a last-bit difference of 1e-13 was seen
-    to end as 2e-4 after one rounding fell the other way.
-    """
-    return 1e-6 if args.graph == "plain" and args.provider == "llama_cpp" and not args.repack else 1e-3
+
+def our_config(row: Row, args, path: Path) -> EngineConfig:
+    repack = {"0": False, "1": True}.get(args.repack, args.repack)
+    return EngineConfig(
+        model=str(path), n_ctx=row.n_ctx, n_ubatch=args.ubatch_size, n_seq_max=row.n_seq, n_threads=args.threads, repack=repack,
+        flash_attn=bool(args.flash_attn), use_mmap=bool(args.mmap), provider=args.provider or row.provider, graph=args.graph,
+    )  # fmt: skip
+
+
+def state_path(cache: Path, row: Row, config: EngineConfig):
+    """Return where the state of a deep row's filled context is kept, by what it depends on."""
+    def path(worker) -> str:
+        cache.mkdir(parents=True, exist_ok=True)
+        how = f"{config.n_threads}-{worker.config.flash_attn}-{worker.config.n_ctx}-{Path(worker.config.model).stem}"
+        return str(cache / f"{worker.name.replace(', ', '-').replace(' ', '')}-d{row.depth}-{how}.state")
+
+    return path
+
+
+def run_row(row: Row, args) -> dict:
+    path = Path(args.model or EMBEDDED) if row.model == "given" else model_path(row.model, args.cache, args.model)
+    if args.fresh_pages:
+        machine.evict(path)
+    machine.warm(path)
+    ours = our_config(row, args, path)
+    work = {"state_path": state_path(args.cache, row, ours)} if row.kind == "deep" else {}
+    sides, searched = [Side(OURS, ours)], {}
+    for name in args.against or row.targets:
+        if name == "best":
+            config, searched[name] = best_config(row, ours, args.cache, again=args.search, say=progress, **work)
+        else:
+            same = replace(ours, repack=ours.repack is True)
+            config = default_config(ours) if name == "default" else same
+        sides.append(Side(name, config))
+    return measure(row, sides, rounds=args.rounds, say=progress, work_options=work) | {"searched": searched}
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main(argv=None) -> int:
     args = parse_args(argv)
-    n_ctx = -(-(max([*args.n_prompt, *(args.depth + n for n in args.n_gen)]) + N_FORCED) // 256) * 256
-    config = EngineConfig(model=args.model, n_ctx=n_ctx, n_ubatch=args.ubatch_size, n_threads=args.threads,
-                          flash_attn=bool(args.flash_attn), repack=bool(args.repack), provider=args.provider,
-                          graph=args.graph)
-    with Worker(args.ours, config) as ours, Worker("llama.cpp", config) as theirs:
-        n_vocab = ours.call("forced_logits", [0], []).shape[-1]
-        equivalence = check_equivalence(ours, theirs, n_prompt=max([*args.n_prompt, 1]), n_vocab=n_vocab, limit=nmse_limit(args))
-        print(f"logits: NMSE {equivalence.nmse:.2e} (limit {equivalence.limit:.0e}), "
-              f"top-1 agreement {equivalence.top1_agreement:.1%} over {1 + N_FORCED} tokens")
-        document = {"config": asdict(config), "equivalence": asdict(equivalence)}
-        if not equivalence.passed:
-            print("the two sides do not compute the same thing here, so no speed is measured")
-            print(json.dumps(document))
-            return 1
-        load, clock = os.getloadavg(), MachineClock.read((ours.pid, theirs.pid))
-        rows = list(run_rows(ours, theirs, prompts=args.n_prompt, decodes=args.n_gen, depth=args.depth, rounds=args.rounds,
-                             n_vocab=n_vocab))
-        machine = {"cpu": cpu_name(), "n_cpu": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()}
-        machine |= MachineClock.read((ours.pid, theirs.pid)).share_since(clock)
-        sides = [{"name": w.name, "load_seconds": w.load_seconds, "peak_mib": w.call("peak_mib")} for w in (ours, theirs)]
-        print(table(rows, ours, theirs))
-        print(f"machine: {machine['cpu']}, load {load[0]:.2f} before and {machine['load_after'][0]:.2f} after, "
-              f"{machine['other_processes']:.0%} of its CPU time went to other processes, {machine['stolen']:.0%} was stolen")
-        for side in sides:
-            print(f"{side['name']}: ready in {side['load_seconds']:.2f} s, peak {side['peak_mib']:.0f} MiB")
-        print(json.dumps(document | {"machine": machine, "sides": sides, "rows": [row.summary() for row in rows]}))
-        return 0
+    results = []
+    for row in wanted_rows(args):
+        results.append(run_row(row, args))
+        progress(report.table(results[-1:]).splitlines()[-1])
+    print(report.table(results))
+    print()
+    print(report.sides(results))
+    about = machine.about()
+    print(f"{about['cpu']}, {args.threads} threads, medians of {2 * args.rounds} pairs; {report.quiet(results)}")
+    print(dumps({"machine": about, "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": results}))
+    return int(any(result["refused"] for result in results))
 
 
 if __name__ == "__main__":

@@ -30,13 +30,15 @@ def embedded_model() -> Path:
 
 def load(
     path: str | os.PathLike | None = None, *, device: str | Sequence[str] = "CPU", n_threads: int | None = None,
-    ggml: str | None = None, load_mtp: bool = True, weights: bool = True, repack: bool | str = False, mmap: bool = True,
+    ggml: str | None = None, load_mtp: bool = True, weights: bool = True, repack: bool | str = "auto", mmap: bool = True,
     layers: Sequence[int] | None = None, skip: Sequence[int] = (),
 ) -> "Model":  # fmt: skip
     """Load a GGUF file (any shard of a set; no path: the embedded model).
 
     `device` is a ggml device name or a list over which layers are spread evenly; `ggml` selects the provider;
-    `repack` puts matrices into the CPU's own layout, which costs a copy; `weights=False` reads metadata only.
+    `repack` rewrites matrices for the CPU's own kernels, which costs time and a copy: True, False, "auto" (where it was measured
+    to pay) or kinds such as "dense+head"; `mmap=False` copies the others into memory, in huge pages where the system has
+    them; `weights=False` reads metadata only.
     `layers` lists the layers to run in order, `skip` those to leave out, both by their numbers in the file: the model's layers
     are then numbered anew, a repeated one has a state of its own, and there is no NextN block.
     Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.
@@ -55,18 +57,33 @@ def load(
         table = TensorTable()
         chosen = chosen_layers(hp, layers, skip)
         arch.load_arch_tensors(table, hp, load_mtp=load_mtp and chosen is None)
-        loaded = load_weights(file, table, devices, repack=repack, mmap=mmap, data=weights)
+        n_threads = n_threads or available_cpus()
+        loaded = load_weights(file, table, devices, repack=repack, mmap=mmap, data=weights, n_threads=n_threads)
     except BaseException:
         file.close()
         raise
     if chosen is not None:
         hp, loaded = relayered(hp, chosen), RelayeredWeights(loaded, chosen)
-    return Model(file, arch, hp, loaded, devices, n_threads or available_cpus(), computes=weights, layers=chosen)
+    return Model(file, arch, hp, loaded, devices, n_threads, computes=weights, layers=chosen)
 
 
 def available_cpus() -> int:
-    """Return how many CPUs this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many threads compute best here: the cores this process may use, as llama.cpp counts them.
+
+    Two hardware threads of one core count once; a limit on CPU time, such as a container's, counts too.
+    """
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings") or cpu for cpu in cpus}
+    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
+    limit = -(-int(quota) // int(period)) if quota.isdecimal() and period.isdecimal() else len(cores)
+    return max(1, min(len(cores), limit))
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
 
 
 class Model:

@@ -1,51 +1,79 @@
-"""The benchmark prints speeds where both sides agree, and none where they do not."""
+"""The benchmark prints speeds where both sides agree, and none where they do not; it pairs neighbours and keeps to its rows."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.vs_llama import N_FORCED, Row, check_equivalence, measure
+from benchmarks import best, measure, report, vs_llama
+from benchmarks.engines import EngineConfig
+from benchmarks.equivalence import compare, limit_between
+from benchmarks.measure import Comparison, Side, compared, in_turns
+from benchmarks.models import EMBEDDED, model_path
+from benchmarks.rows import ROWS, TABLE, Row
 
 ROOT = Path(__file__).parents[1]
+PROVIDER = os.environ.get("QGRAPH_GGML") or "ggml_python"
 
 
 def run(program, *args):
-    done = subprocess.run([sys.executable, "-m", program, *args], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stderr == "", done.stderr
-    return done.returncode, done.stdout.splitlines()
+    done = subprocess.run([sys.executable, "-m", program, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout.splitlines(), done.stderr
 
 
 def test_against_llama_on_the_embedded_model():
-    provider = os.environ.get("QGRAPH_GGML") or "ggml_python"
-    status, lines = run("benchmarks.vs_llama", "-p", "9", "-n", "3", "-d", "5", "-r", "1", "-t", "1", "--provider", provider)
-    document = json.loads(lines[-1])
-    assert status == 0
-    assert document["equivalence"]["nmse"] <= document["equivalence"]["limit"]
-    assert [row["test"] for row in document["rows"]] == ["pp9", "tg3 @ d5"]
-    assert all(len(row["ours"]) == len(row["theirs"]) == 2 and row["ratio_median"] > 0 for row in document["rows"])
+    status, lines, _ = run("benchmarks.vs_llama", "-p", 9, "-n", 3, "-d", 5, "-r", 1, "-t", 1, "--provider", PROVIDER)
+    rows = json.loads(lines[-1])["rows"]
+    assert status == 0 and [row["row"] for row in rows] == ["pp9", "tg3 @ d5"]
+    for row in rows:
+        (one,), (ours, theirs) = row["comparisons"], row["sides"]
+        assert one["equivalence"]["nmse"] <= one["equivalence"]["limit"] == 1e-3
+        assert len(one["ratios"]) == len(ours["seconds_each"]) == len(theirs["seconds_each"]) == 2 and one["ratio_median"] > 0
+        assert ours["peak_mib"] >= ours["resident_mib"] > 20 and theirs["load_seconds"] > 0
+    assert rows[1]["step"]["nbytes"] > 5 << 20 and rows[1]["read_bandwidth"] > 1e8
 
 
 def test_plain_graph_must_give_llamas_numbers():
     """Over the same libggml the limit is 1e-6; the logits of the two processes are equal far below it."""
-    status, lines = run("benchmarks.vs_llama", "-p", "9", "-n", "0", "-r", "1", "-t", "1", "--graph", "plain")
-    equivalence = json.loads(lines[-1])["equivalence"]
+    status, lines, _ = run("benchmarks.vs_llama", "-p", 9, "-n", 0, "-r", 1, "-t", 1, "--graph", "plain", "--repack", 0)
+    equivalence = json.loads(lines[-1])["rows"][0]["comparisons"][0]["equivalence"]
     assert status == 0 and equivalence["limit"] == 1e-6 and equivalence["nmse"] <= 1e-9
 
 
-class FakeWorker:
-    """Answers with given logits, and with seconds from a list."""
+@pytest.mark.parametrize("kind", ["batch", "deep", "start"])
+def test_every_kind_of_row_runs(kind, tmp_path, monkeypatch):
+    """Many sequences, a depth that is filled once and kept in a file, and a start from nothing."""
+    row = Row(name=kind, what=kind, kind=kind, n=3, model="embedded", provider=PROVIDER, n_seq=3 if kind == "batch" else 1,
+              depth=40 if kind == "deep" else 0, targets={"default": 1.0})  # fmt: skip
+    monkeypatch.setattr(vs_llama, "wanted_rows", lambda args: [row])
+    args = vs_llama.parse_args(["-r", "1", "-t", "1", "--cache", str(tmp_path)])
+    first = vs_llama.run_row(row, args)
+    assert not first["refused"] and first["comparisons"][0]["equivalence"]["nmse"] < 1e-3
+    assert [len(side["seconds_each"]) for side in first["sides"]] == [2, 2]
+    if kind == "deep":
+        kept = sorted(path.stat().st_mtime_ns for path in tmp_path.glob("*-d40-*.state"))
+        again = vs_llama.run_row(row, args)
+        assert len(kept) == 2 and kept == sorted(path.stat().st_mtime_ns for path in tmp_path.glob("*-d40-*.state"))
+        nmse = [result["comparisons"][0]["equivalence"]["nmse"] for result in (first, again)]
+        assert np.isclose(*nmse, rtol=0.5), "a restored context gives what a filled one gave"
 
-    def __init__(self, logits=None, seconds=()):
-        self.logits, self.seconds, self.log = logits, list(seconds), []
 
-    def call(self, verb, *args):
-        self.log.append(verb)
-        return self.logits if verb == "forced_logits" else self.seconds.pop(0)
+def test_nothing_is_measured_where_logits_differ(monkeypatch, capsys):
+    """A graph that forgets its state computes something else, and no speed of it is told."""
+    monkeypatch.setattr(measure, "compare", lambda a, b, limit: compare(a, np.roll(b, 1, axis=0), limit))
+    assert vs_llama.main(["-p", "9", "-n", "0", "-r", "1", "-t", "1", "--provider", PROVIDER]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])["rows"][0]
+    assert result["refused"] and "sides" not in result and "comparisons" not in result
+    assert "no speed is measured" in lines[2]
+
+
+# --- equivalence
 
 
 @pytest.mark.parametrize("change, passes", [
@@ -56,22 +84,124 @@ class FakeWorker:
     (lambda x: x + 0.1 * x[::-1], False),
 ], ids=["same", "rounding", "one token late", "nan", "another state"])  # fmt: skip
 def test_logits_that_differ_are_refused(change, passes):
-    logits = np.random.default_rng(3).normal(size=(1 + N_FORCED, 50)).astype(np.float32)
-    result = check_equivalence(FakeWorker(change(logits)), FakeWorker(logits), n_prompt=4, n_vocab=50, limit=1e-3)
-    assert result.passed is passes
+    logits = np.random.default_rng(3).normal(size=(33, 50)).astype(np.float32)
+    assert compare(change(logits), logits, 1e-3).passed is passes
 
 
 def test_a_confident_choice_must_not_change():
     """Few logits far off leave the mean error small; the first choice shows them."""
-    theirs = np.random.default_rng(3).normal(size=(1 + N_FORCED, 5000)).astype(np.float32)
+    theirs = np.random.default_rng(3).normal(size=(33, 5000)).astype(np.float32)
     ours = theirs.copy()
     theirs[4, 10], ours[4, 10], ours[4, 11] = 5, 0, 5
-    result = check_equivalence(FakeWorker(ours), FakeWorker(theirs), n_prompt=4, n_vocab=5000, limit=1e-3)
+    result = compare(ours, theirs, 1e-3)
     assert result.nmse < 1e-3 and not result.passed
 
 
-def test_each_measure_is_paired_with_its_neighbour():
-    ours, theirs = FakeWorker(seconds=[1, 4, 1, 4]), FakeWorker(seconds=[2, 8, 2, 8])
-    row = measure(ours, theirs, "tg8", "time_decode", [], 8, 2)
-    assert row == Row("tg8", [8, 2, 8, 2], [4, 1, 4, 1])
-    assert row.summary()["ratio_median"] == row.summary()["ratio_min"] == 2
+@pytest.mark.parametrize("ours, theirs, limit", [
+    ({}, {}, 1e-6),
+    ({"graph": "lean"}, {}, 1e-3),
+    ({"provider": "ggml_python"}, {}, 1e-3),
+    ({}, {"repack": True}, 1e-3),
+    ({}, {"tiled": False}, 1e-3),
+    ({}, {"flash_attn": False}, 1e-3),
+])  # fmt: skip
+def test_only_the_same_kernels_must_give_the_same_numbers(ours, theirs, limit):
+    plain = EngineConfig(model="m", graph="plain", repack=False)
+    assert limit_between(replace(plain, **ours), replace(plain, **theirs)) == limit
+
+
+# --- turns, pairs, targets
+
+
+def test_each_run_is_paired_with_its_neighbour():
+    """Three sides in the order A B C C B A: a machine that slows down slows all of them alike."""
+    clock = iter(range(1, 100))
+    sides = [Side(name, EngineConfig(model="m")) for name in ("ours", "best", "default")]
+    order = []
+
+    def timed(side):
+        order.append(side.against)
+        return float(next(clock)) * {"ours": 1, "best": 2, "default": 4}[side.against]
+
+    in_turns(sides, timed, 2)
+    assert order == ["ours", "best", "default", "default", "best", "ours"] * 2
+    assert sides[0].seconds == [1, 6, 7, 12]
+    row = Row(name="r", what="r", kind="decode", n=8, targets={"best": 1.5})
+    same = compare(np.eye(3), np.eye(3), 1e-3)
+    against_best, against_default = compared(row, sides, {"best": same, "default": same})
+    assert against_best.ratios == [4 / 1, 10 / 6, 16 / 7, 22 / 12] and against_best.reached is True
+    assert against_default.target is None and against_default.reached is None
+
+
+@pytest.mark.parametrize("ratios, at_most, reached", [
+    ([1.2, 1.0, 1.3], False, True), ([1.2, 1.0, 1.0], False, False), ([0.2, 0.3, 0.1], True, True), ([0.3, 0.4, 0.1], True, False),
+])  # fmt: skip
+def test_a_target_is_met_by_the_median(ratios, at_most, reached):
+    target = 0.25 if at_most else 1.1
+    assert Comparison("best", ratios, target, at_most, None).reached is reached
+
+
+def test_the_table_has_the_rows_that_were_promised():
+    at = {(name, against): target for name, row in ROWS.items() for against, target in row.targets.items() if target}
+    assert at == {
+        ("decode", "best"): 1.10, ("decode-install", "default"): 1.05, ("prompt", "best"): 1.25, ("prompt", "default"): 1.55,
+        ("prompt-install", "default"): 1.10, ("start", "default"): 0.25, ("start-install", "default"): 0.25,
+        ("bard-decode", "default"): 1.5, ("bard-decode-install", "default"): 1.5, ("bard-prompt", "default"): 1.3,
+        ("bard-prompt-install", "default"): 1.3, ("batch8", "best"): 1.15, ("deep", "best"): 1.3,
+        ("twelve-decode", "best"): 1.10, ("twelve-prompt", "best"): 1.10,
+    }  # fmt: skip
+    assert set(TABLE) == {name for name, _ in at}
+    assert all(row.n_ctx % 256 == 0 and row.n_ctx >= row.depth + row.n for row in ROWS.values())
+
+
+def test_the_printed_table_has_a_cell_for_every_column():
+    same = compare(np.eye(3), np.eye(3), 1e-3)
+    row = ROWS["decode"]
+    sides = [Side(name, EngineConfig(model="m"), seconds=[s] * 4, memory={"peak_mib": 1.0, "resident_mib": 1.0, "huge_mib": 2.0})
+             for name, s in (("ours", 1.0), ("best", 1.05), ("default", 2.0))]  # fmt: skip
+    result = {"row": "decode", "what": "decode", "refused": False, "read_bandwidth": 20e9, "sides": [s.report(row, 1 << 28) for s in sides],
+              "comparisons": [one.report() for one in compared(row, sides, {"best": same, "default": same})]}  # fmt: skip
+    lines = report.table([result, {"row": "deep", "what": "deep", "refused": True}]).splitlines()
+    assert {line.count("|") for line in lines} == {len(report.COLUMNS) + 1}
+    assert "≥ 1.10 missed" in lines[2] and "17.2 (86%)" in lines[2] and "missed" not in lines[3]
+
+
+# --- llama.cpp's best configuration
+
+
+def test_candidates_differ_and_copies_must_fit(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"")
+    base, row = EngineConfig(model=str(path)), ROWS["decode"]
+    tried = best.candidates(row, base)
+    assert best.default_config(base) in tried and len(set(tried)) == len(tried)
+    for values in ({"repack": False}, {"flash_attn": False}, {"tiled": False}, {"huge_malloc": True}, {"use_mmap": False}):
+        assert any(values.items() <= vars(config).items() for config in tried)
+    assert any(config.n_ubatch == 256 for config in best.candidates(ROWS["prompt"], base))
+    assert {config.kv_unified for config in best.candidates(ROWS["batch8"], base)} == {True, False}
+    os.truncate(path, 1 << 40)
+    assert all(config.use_mmap and not config.repack for config in best.candidates(row, base))
+
+
+def test_the_best_is_searched_once(tmp_path, monkeypatch):
+    speeds = {(True, True): 10.0, (False, True): 30.0, (False, False): 20.0}
+    tried = [EngineConfig(model=str(EMBEDDED), repack=repack, flash_attn=flash) for repack, flash in speeds]
+    calls = []
+
+    def fake(row, config, work, say):
+        calls.append(config)
+        return {"tokens_per_second": speeds[config.repack, config.flash_attn], "config": vars(config)}
+
+    monkeypatch.setattr(best, "candidates", lambda row, base: tried)
+    monkeypatch.setattr(best, "_try", fake)
+    for again, n_calls in ((False, 3), (False, 3), (True, 6)):
+        config, found = best.best_config(ROWS["decode"], replace(tried[0], n_ctx=2048), tmp_path, again=again)
+        assert (config.repack, config.flash_attn, config.n_ctx) == (False, True, 2048) and len(calls) == n_calls
+        assert [one["tokens_per_second"] for one in found] == [30, 20, 10]
+
+
+def test_files_are_found(tmp_path):
+    assert model_path("embedded", tmp_path) == EMBEDDED and model_path("four", tmp_path, "x.gguf") == Path("x.gguf")
+    made = tmp_path / "qwen3-next-80b-12-layers-q4_k.gguf"
+    made.write_bytes(b"there")
+    assert model_path("twelve", tmp_path, "x.gguf") == made

@@ -374,7 +374,7 @@ def product(weight, x):
 def test_repacking_changes_speed_only(toys):
     path = toys.file(type="q4_k")
     x = np.random.default_rng(0).standard_normal((7, 256), np.float32)
-    with Loaded(path) as mapped, Loaded(path, repack="auto") as dense, Loaded(path, repack=True) as full:
+    with Loaded(path, repack=False) as mapped, Loaded(path, repack="dense+head") as dense, Loaded(path, repack=True) as full:
         assert mapped.repacked_nbytes == 0
         assert full.mapped_nbytes + full.repacked_nbytes == dense.mapped_nbytes + dense.repacked_nbytes == mapped.nbytes
         experts = sum(t.nbytes for name, t in full.by_name.items() if "_exps" in name)
@@ -400,9 +400,10 @@ def test_f32_weights_stay_mapped(toys):
         assert w.repacked_nbytes == 0 and w.copied_nbytes == 0
 
 
-def test_repack_wants_one_of_three_values(toys):
-    with pytest.raises(OptionError, match="'yes'"):
-        Loaded(toys.t0, repack="yes")
+def test_repack_wants_a_value_it_knows(toys):
+    for wrong in ("yes", "dense+heads", "", None):
+        with pytest.raises(OptionError, match=repr(wrong)):
+            Loaded(toys.t0, repack=wrong)
 
 
 # --- devices

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from .output import emit, note, size, waiting
+from .output import emit, note, placement, waiting
 
 INTERRUPTED = "interrupted"
 REASONS = {
@@ -84,7 +84,9 @@ def announce(model, session) -> None:
     hp, weights = model.hparams, model.weights
     blocks = f"{hp.n_layer} layers" + (f" + {hp.n_layer_nextn} NextN" if hp.n_layer_nextn else "")
     where = ", ".join(device.name for device in model.devices)
-    note(f"{model.file.path}: {model.file.arch}, {blocks}, {size(weights.nbytes)}, {size(weights.mapped_nbytes)} of it mapped")
+    note(f"{model.file.path}: {model.file.arch}, {blocks}, {placement(weights)}")
+    if weights.policy.why:
+        note(weights.policy.why)
     note(f"{where} by ggml {provider().version} from {provider().name}, context of {session.n_ctx} tokens")
     if session.drafter:
         borrowed = f", with the trunk's {', '.join(session.drafter.borrowed)}" if session.drafter.borrowed else ""

@@ -10,7 +10,7 @@ import click
 
 from ..errors import QGraphError
 from .options import json_option, opened, path_options, provider_option
-from .output import count, emit, emit_json, size, table
+from .output import count, emit, emit_json, placement, size, table
 
 
 @click.command(name="inspect")
@@ -38,7 +38,7 @@ def command(path: str | None, as_json: bool, ggml: str | None) -> None:
 
 def describe(file) -> tuple[dict, QGraphError | None]:
     """Return everything `inspect` shows as plain values, and what is wrong with the file."""
-    hp, roles, leftovers, problem = _read_model(file)
+    hp, roles, leftovers, load, problem = _read_model(file)
     tensors = [
         {
             "name": info.name, "layer": _layer(info.name), "role": roles.get(info.name), "type": info.type_name,
@@ -59,6 +59,7 @@ def describe(file) -> tuple[dict, QGraphError | None]:
         "tensors": tensors,
         "by_role": _totals(tensors, "role"),
         "by_type": _totals(tensors, "type"),
+        "load": load,
         "leftovers": leftovers,
         "notes": list(file.notes),
         "error": str(problem) if problem else None,
@@ -66,13 +67,13 @@ def describe(file) -> tuple[dict, QGraphError | None]:
     return report, problem
 
 
-def _read_model(file) -> tuple[object, dict[str, str], list[str], QGraphError | None]:
-    """Go as far as the file allows: hyperparameters, roles of the tensors, leftovers, and the error met on the way."""
+def _read_model(file) -> tuple[object, dict[str, str], list[str], dict | None, QGraphError | None]:
+    """Go as far as the file allows: hyperparameters, roles of the tensors, leftovers, how it loads, and the error met on the way."""
     from .. import models
     from ..hparams import Metadata
     from ..tensors import TensorTable
 
-    hp, roles, leftovers, problem = None, {}, [], None
+    hp, roles, leftovers, load, problem = None, {}, [], None, None
     try:
         arch = models.find(file.arch)
         hp = arch.load_arch_hparams(Metadata(file.metadata, file.arch))
@@ -82,9 +83,22 @@ def _read_model(file) -> tuple[object, dict[str, str], list[str], QGraphError | 
         checked = table.check(file)
         roles |= {decl.name: decl.role for decl, _ in checked.found}
         leftovers = list(checked.leftovers)
+        load = _load_plan(file, table)
     except QGraphError as error:
         problem = error
-    return hp, roles, leftovers, problem
+    return hp, roles, leftovers, load, problem
+
+
+def _load_plan(file, table) -> dict:
+    """Return how loading would place the weights on this machine's CPU, and why; nothing is read."""
+    from ..ggml import device, provider
+    from ..tensors import load_weights
+
+    with load_weights(file, table, device("CPU"), data=False) as weights:
+        return {
+            "ggml": f"{provider().version} from {provider().name}", "nbytes": dict(weights.planned), "placement": placement(weights),
+            "why": weights.policy.why, "notes": list(weights.notes),
+        }  # fmt: skip
 
 
 def _layer(name: str) -> int | None:
@@ -131,6 +145,10 @@ def lines(report: dict) -> Iterator[str]:
             types = ", ".join(f"{n} x {name}" for name, n in sums["types"].items()) if key == "role" else ""
             rows.append((sums[key] or "unknown", sums["n_tensors"], count(sums["n_params"]), size(sums["nbytes"]), types))
         yield from table(rows, right=(1, 2, 3), indent="  ")
+    if report["load"]:
+        load = report["load"]
+        yield from ("", f"how it loads on the CPU, ggml {load['ggml']}", f"  {load['placement']}", f"  {load['why']}")
+        yield from (f"  {line}" for line in load["notes"])
     for what in ("leftovers", "notes"):
         yield from ("", what) if report[what] else ()
         yield from (f"  {line}" for line in report[what])

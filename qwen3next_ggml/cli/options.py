@@ -134,11 +134,12 @@ class ModelOptions:
     device: str
     layer_list: tuple[int, ...] | None
     skip: tuple[int, ...] | None
-    repack: bool
     ggml: str | None
+    repack: bool | None = None
+    mmap: bool = True
 
-    def load(self):
-        """Return the loaded Model."""
+    def load(self, **changes):
+        """Return the loaded Model; `changes` are options of `load` that a command sets itself."""
         from .. import ggml
         from ..model import load
 
@@ -146,7 +147,9 @@ class ModelOptions:
         names = _device_names(self.device)
         if self.device == "auto":
             note(f"device: {', '.join(names)}")
-        return load(self.path, device=names, repack=self.repack, layers=self.layer_list, skip=self.skip or ())
+        where = dict(device=names, layers=self.layer_list, skip=self.skip or ())
+        how = dict(repack="auto" if self.repack is None else self.repack, mmap=self.mmap)
+        return load(self.path, **where | how | changes)
 
 
 def _device_names(wanted: str) -> list[str]:
@@ -166,14 +169,21 @@ def _model(model, model_option, list_devices, **values) -> ModelOptions:
     return ModelOptions(path=_path(model, model_option), **values)
 
 
-model_options = grouped(
-    "model", _model, *path_parameters,
+device_parameters = (
     option("-dev", "--device", default="CPU", metavar="DEV,…", env="DEVICE",
            help="devices the layers are spread over; auto: all GPUs, or the CPU; none: the CPU"),
     option("--list-devices", is_flag=True, help="list the devices and exit"),
-    *layer_parameters,
-    option("--repack/--no-repack", " /-nr", default=False, env="REPACK",
-           help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy  [default: no]"),
+)  # fmt: skip
+
+# for a command that varies how the file is loaded
+placed_model_options = grouped("model", _model, *path_parameters, *device_parameters, *layer_parameters, provider_option)
+
+model_options = grouped(
+    "model", _model, *path_parameters, *device_parameters, *layer_parameters,
+    option("--repack/--no-repack", " /-nr", default=None, env="REPACK",
+           help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy  [default: where it was measured to pay]"),
+    option("--mmap/--no-mmap", default=True, env="MMAP",
+           help="leave weights in the mapped file, or copy them into memory, in huge pages where the system has them  [default: mapped]"),
     provider_option,
 )  # fmt: skip
 

@@ -65,6 +65,13 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def placement(weights) -> str:
+    """Say how much of the weights lies where: in the mapped file, in a copy, in the layout of the CPU's own kernels."""
+    words = {"mapped": "mapped", "copied": "copied", "repacked": "rewritten for the CPU's own kernels"}
+    parts = [f"{size(weights.planned[how])} {word}" for how, word in words.items() if weights.planned.get(how)]
+    return ", ".join(parts) or "no weights"
+
+
 def table(rows: Iterable[Sequence[object]], *, right: Sequence[int] = (), indent: str = "") -> Iterator[str]:
     """Yield one aligned line per row; columns whose index is in `right` end flush."""
     cells = [[str(cell) for cell in row] for row in rows]

@@ -26,6 +26,7 @@ from .ops import (
     TRI_UPPER_DIAG,
     Ops,
 )
+from .pages import advise_huge_pages
 from .provider import Provider, provider
 from .scheduler import GraphAllocator, Scheduler
 from .step import Step
@@ -36,5 +37,5 @@ __all__ = [
     "PREC_DEFAULT", "PREC_F32", "ROPE_IMROPE", "ROPE_MROPE", "ROPE_NEOX", "ROPE_NORMAL", "ROPE_VISION", "SORT_ASC", "SORT_DESC",
     "TRI_LOWER", "TRI_LOWER_DIAG", "TRI_UPPER", "TRI_UPPER_DIAG",
     "Backend", "Buffer", "BufferType", "Context", "Device", "Excerpt", "GgmlType", "Graph", "GraphAllocator", "Ops", "Provider", "Scheduler",
-    "Step", "Tensor", "alloc_tensors", "device", "devices", "provider", "types",
+    "Step", "Tensor", "advise_huge_pages", "alloc_tensors", "device", "devices", "provider", "types",
 ]  # fmt: skip

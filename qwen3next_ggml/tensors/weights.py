@@ -6,8 +6,10 @@ otherwise. Knows no architecture.
 
 from __future__ import annotations
 
-from collections import Counter
+import mmap as mmap_module
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from .. import ggml
 from ..errors import OptionError
 from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
+from .policy import LoadPolicy, choose_policy
 from .table import Checked, Decl, TensorTable
 
 MAPPED, COPIED, REPACKED = "mapped", "copied", "repacked"
@@ -56,6 +59,8 @@ class Weights:
         self.notes: list[str] = []
         self.leftovers = checked.leftovers
         self.mapped_nbytes = self.copied_nbytes = self.repacked_nbytes = 0
+        self.policy: LoadPolicy | None = None
+        self.planned: dict[str, int] = {}  # mapped, copied, repacked → bytes, with data or without
         self._devices = tuple(devices)
         self._stack = ExitStack()
         self.blk = [SimpleNamespace() for _ in devices]
@@ -88,27 +93,27 @@ def load_weights(
     table: TensorTable,
     devices: ggml.Device | Sequence[ggml.Device],
     *,
-    repack: bool | str = False,
+    repack: bool | str = "auto",
     mmap: bool = True,
     data: bool = True,
+    n_threads: int = 1,
 ) -> Weights:
     """Check the file against the table and put its tensors on their devices.
 
-    `devices` is one for all, or a list that the blocks are spread over evenly, in order. `repack` rewrites the weights of
-    matrix products for the CPU's kernels (True), or only those outside the experts ("auto"). `mmap=False` copies what
-    would be mapped. `data=False` creates the tensors without storage, enough to build graphs.
-    Raises TensorError as `TensorTable.check`, BackendError when a device has no room.
+    `devices` is one for all, or a list that the blocks are spread over evenly, in order. `repack` and `mmap` as
+    `choose_policy`: weights rewritten for the CPU's kernels, the others mapped or copied. `data=False` creates the tensors
+    without storage, enough to build graphs. `n_threads` copy and rewrite at once.
+    Raises TensorError as `TensorTable.check`, BackendError when a device has no room, OptionError as `choose_policy`.
     """
-    if repack not in (False, True, "auto"):
-        raise OptionError(f"repack is {repack!r}, expected True, False or 'auto'")
+    policy = choose_policy(ggml.provider().version, sum(info.nbytes for info in file.tensors.values()), repack=repack, mmap=mmap)
     checked = table.check(file)
     n_layer = 1 + max((decl.layer for decl in table.decls() if decl.layer is not None), default=0)
     weights = Weights(table, checked, _spread(devices, n_layer))
     try:
-        planner = _Planner(file, weights, _repacked_ops(repack), mmap)
+        planner, weights.policy = _Planner(file, weights, policy), policy
         items = [item for decl, info in checked.found for item in planner.items(decl, info)]
         items += planner.ties(table, checked)
-        _create(file, weights, items, data)
+        _create(file, weights, items, data, policy, n_threads)
         _bind(weights, table, checked, items)
     except BaseException:
         weights.close()
@@ -123,16 +128,11 @@ def _spread(devices: ggml.Device | Sequence[ggml.Device], n_layer: int) -> list[
     return [devices[il * len(devices) // n_layer] for il in range(n_layer)]
 
 
-def _repacked_ops(repack: bool | str) -> tuple[str, ...]:
-    # on ggml 0.25 repacked experts were slower than mapped ones, and they are most of the bytes and of the wait
-    return {False: (), "auto": ("mul_mat",), True: ("mul_mat", "mul_mat_id")}[repack]
-
-
 class _Planner:
     """Decides for each tensor of the file what is created from it, and where."""
 
-    def __init__(self, file: GgufFile, weights: Weights, repacked_ops: tuple[str, ...], mmap: bool):
-        self.file, self.weights, self.repacked_ops, self.mmap = file, weights, repacked_ops, mmap
+    def __init__(self, file: GgufFile, weights: Weights, policy: LoadPolicy):
+        self.file, self.weights, self.policy = file, weights, policy
         self.repack_types: dict[tuple, ggml.BufferType | None] = {}
 
     def items(self, decl: Decl, info: TensorInfo) -> Iterable[_Item]:
@@ -148,10 +148,10 @@ class _Planner:
 
     def item(self, decl: Decl, info: TensorInfo, type: GgmlType, read: Callable, whole: bool = False) -> _Item:
         device = self.device(decl)
-        buffer_type = self.repack_type(device, decl, type) if decl.op in self.repacked_ops else None
+        buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl) else None
         if buffer_type:
             place = _Place(device, REPACKED, buffer_type)
-        elif whole and self.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
+        elif whole and self.policy.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
             place = _Place(device, MAPPED, shard=info.shard)
         else:
             place = _Place(device, COPIED)
@@ -200,29 +200,57 @@ def _computes_from(device: ggml.Device, buffer_type: ggml.BufferType, decl: Decl
             return device.supports_op(ops.mul_mat_id(w, x, ctx.new_tensor(types.I32, 1, 1)))
 
 
-def _create(file: GgufFile, weights: Weights, items: list[_Item], data: bool) -> None:
+def _create(file: GgufFile, weights: Weights, items: list[_Item], data: bool, policy: LoadPolicy, n_threads: int) -> None:
     """Make the tensors of each place, give them storage and fill what is not mapped."""
     for place in dict.fromkeys(item.place for item in items):
         inside = [item for item in items if item.place == place]
         ctx = weights._stack.enter_context(ggml.Context(len(inside)))
         for item in inside:
             weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
+        nbytes = sum(weights.by_name[item.decl.name].nbytes for item in inside)
+        weights.planned[place.how] = weights.planned.get(place.how, 0) + nbytes
         if not data:
             continue
         if place.how == MAPPED:
-            shard = file.shards[place.shard]
-            buffer = place.device.buffer_from_host(shard.address, shard.bytes.nbytes, keep=shard)
+            _map(file, weights, place, inside, policy.huge)
         else:
             buffer = ggml.alloc_tensors(ctx, place.buffer_type or place.device.buffer_type())
-        weights._stack.enter_context(buffer).set_usage("weights")
-        for item in inside:
-            tensor = weights.by_name[item.decl.name]
-            if place.how == MAPPED:
-                buffer.place(tensor, item.info.offset)
-            else:
-                tensor.set(np.ascontiguousarray(item.read()))
-        nbytes = sum(weights.by_name[item.decl.name].nbytes for item in inside)
+            weights._stack.enter_context(buffer).set_usage("weights")
+            if policy.huge and place.device.kind == "cpu":
+                ggml.advise_huge_pages(buffer.base, buffer.size)
+            _fill(file, weights, inside, n_threads)
         setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
+
+
+def _map(file: GgufFile, weights: Weights, place: _Place, items: list[_Item], huge: bool) -> None:
+    """Let tensors lie in the file's map."""
+    shard = file.shards[place.shard]
+    if huge:
+        # what is not in the page cache yet is read into huge pages where the file system can; what is there stays as it is
+        ggml.advise_huge_pages(shard.address, shard.bytes.nbytes)
+    buffer = place.device.buffer_from_host(shard.address, shard.bytes.nbytes, keep=shard)
+    weights._stack.enter_context(buffer).set_usage("weights")
+    for item in items:
+        buffer.place(weights.by_name[item.decl.name], item.info.offset)
+
+
+def _fill(file: GgufFile, weights: Weights, items: list[_Item], n_threads: int) -> None:
+    """Read tensors and hand their bytes to their buffers, several at once: ggml copies and rewrites without the GIL."""
+
+    def fill(item: _Item) -> None:
+        weights.by_name[item.decl.name].set(np.ascontiguousarray(item.read()))
+        _forget(file, item.info)
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        deque(pool.map(fill, items), maxlen=0)
+
+
+def _forget(file: GgufFile, info: TensorInfo) -> None:
+    """Take the pages of a tensor that has been copied out of this process; they stay in the page cache."""
+    page = mmap_module.PAGESIZE
+    start, end = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
+    if end > start and hasattr(mmap_module, "MADV_DONTNEED"):
+        file.shards[info.shard].map.madvise(mmap_module.MADV_DONTNEED, start, end - start)
 
 
 def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[_Item]) -> None:

@@ -47,7 +47,7 @@ def test_defaults_are_llama_cpps(qgraph, handed):
     qgraph("run", "-n", 1, env={"QGRAPH_THREADS": ""})
     assert replace(handed["params"], seed=-1) == SamplerParams(seed=-1)
     assert {key: handed[key] for key in ("n_ubatch", "type_k", "type_v", "flash_attn", "n_threads", "repack")} == {
-        "n_ubatch": 512, "type_k": "f16", "type_v": "f16", "flash_attn": "auto", "n_threads": None, "repack": False,
+        "n_ubatch": 512, "type_k": "f16", "type_v": "f16", "flash_attn": "auto", "n_threads": None, "repack": "auto",
     }  # fmt: skip
 
 
@@ -73,6 +73,9 @@ def test_every_model_option_acts(qgraph, handed):
     for off in ("--no-repack", "-nr"):
         qgraph("run", "-n", 1, "--repack", off)
         assert handed["repack"] is False
+    assert handed["mmap"] is True
+    qgraph("run", "-n", 1, "--no-mmap")
+    assert handed["mmap"] is False
     for device in ("CPU", "none", "auto", "cpu"):
         result = qgraph("run", "-n", 1, "-dev", device)
         assert [name.upper() for name in handed["device"]] == ["CPU"]

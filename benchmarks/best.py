@@ -1,0 +1,68 @@
+"""llama.cpp's best configuration for a row: every candidate is tried on this machine, the fastest is kept in the cache folder.
+
+What is tried: weights mapped, copied or repacked, flash attention, ggml's tiled kernels, huge pages for what malloc gives, smaller
+ubatches for prompts, one KV cache or one per sequence. Each candidate runs alone, so the search is long and done once.
+"""
+
+import json
+import os
+import statistics
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+
+from benchmarks.engines import EngineConfig
+from benchmarks.rows import Row, Work
+from benchmarks.workers import Worker
+
+N_RUNS = 5
+
+
+def default_config(base: EngineConfig) -> EngineConfig:
+    """llama.cpp as it comes: everything repacked that can be, the rest mapped, flash attention, ubatches of 512."""
+    return replace(base, repack=True, use_mmap=True, flash_attn=True, tiled=True, huge_malloc=False, n_ubatch=512, kv_unified=True)
+
+
+def candidates(row: Row, base: EngineConfig) -> list[EngineConfig]:
+    """Return the configurations worth trying; those that copy the weights only where the copy and the file fit in memory."""
+    default = default_config(base)
+    copies = 2 * Path(base.model).stat().st_size + (3 << 30) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    loads = [dict(repack=False)]
+    loads += [dict(repack=False, use_mmap=False, huge_malloc=True), dict(), dict(huge_malloc=True)] if copies else []
+    if row.kind == "deep":
+        # a context filled without flash attention takes minutes more, and at this depth the rest hardly matters
+        return [replace(default, **load, flash_attn=flash) for load, flash in product(loads[:2], (True, False))]
+    # repacked weights never meet the tiled kernels
+    tried = [
+        replace(default, **load, flash_attn=flash, tiled=tiled)
+        for load, flash, tiled in product(loads, (True, False), (True, False)) if tiled or "repack" in load
+    ]  # fmt: skip
+    if row.kind == "prompt":
+        tried += [replace(config, n_ubatch=256) for config in (default, replace(default, repack=False))]
+    if row.n_seq > 1:
+        tried += [replace(config, kv_unified=False) for config in tried]
+    return tried
+
+
+def best_config(row: Row, base: EngineConfig, cache: Path, *, again: bool = False, say=print, **work) -> tuple[EngineConfig, list[dict]]:
+    """Return the fastest candidate of a row, and what each gave; read from the cache folder where it was found before."""
+    path = cache / f"best-{row.kind}-{row.n_seq}-{row.depth}-{Path(base.model).stem}-t{base.n_threads}-{version('llama-cpp-python')}.json"
+    if again or not path.exists():
+        found = [_try(row, config, work, say) for config in candidates(row, base)]
+        cache.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(sorted(found, key=lambda one: -one["tokens_per_second"]), indent=1))
+    found = json.loads(path.read_text())
+    # the file may lie elsewhere today, and another row of this kind may need more room
+    return replace(EngineConfig(**found[0]["config"]), model=base.model, n_ctx=base.n_ctx, provider=base.provider), found
+
+
+def _try(row: Row, config: EngineConfig, work: dict, say) -> dict:
+    with Worker("llama.cpp", config) as worker:
+        job = Work(row, worker.call("n_vocab"), **work)
+        job.prepare(worker)
+        job.run(worker)
+        speeds = [row.n_tokens / job.run(worker) for _ in range(N_RUNS)]
+    speed = statistics.median(speeds)
+    say(f"  {row.name}: llama.cpp with {config.policy}: {speed:.1f} t/s")
+    return {"tokens_per_second": speed, "speeds": speeds, "policy": config.policy, "config": asdict(config)}
