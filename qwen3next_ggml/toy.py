@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import chain, islice, product
 from math import gcd
 from pathlib import Path
@@ -193,6 +194,9 @@ def _raw(decl: Decl, type: GgmlType, seed: int) -> Iterator[np.ndarray]:
         yield _composed(decl, type, seed)
         return
     n_rows, segment = int(np.prod(decl.ne[1:])), gcd(decl.ne[0], 256)
+    if types.requires_imatrix(type):
+        yield from _random_blocks(decl, type, seed, n_rows)
+        return
     # two segments and n_bank turns make n_bank^2 different rows
     if n_rows * decl.ne[0] > BANK and decl.ne[0] > segment and n_rows <= (BANK // decl.ne[0]) ** 2:
         yield from _reused(decl, type, seed, segment)
@@ -200,8 +204,35 @@ def _raw(decl: Decl, type: GgmlType, seed: int) -> Iterator[np.ndarray]:
         yield from _rows(decl, type, seed, n_rows)
 
 
+def _generator(decl: Decl, seed: int) -> np.random.Generator:
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(f"{seed} {decl.name}".encode()).digest()[:16], "little"))
+
+
+def _random_blocks(decl: Decl, type: GgmlType, seed: int, n_rows: int) -> Iterator[np.ndarray]:
+    """Yield random blocks of a type whose quantiser wants an importance matrix, and takes seconds per million values.
+
+    Such a block is a half-precision scale and then indices, signs and fine scales, of which every pattern is valid.
+    """
+    rng, row_size = _generator(decl, seed), type.row_size(decl.ne[0])
+    gain = float(_shaped(decl, np.ones((1, 1), np.float32))[0, 0])
+    scale = np.float16(gain / _unit_spread(type)).tobytes()
+    step = max(1, CHUNK // row_size)
+    for start in range(0, n_rows, step):
+        raw = np.frombuffer(rng.bytes(min(step, n_rows - start) * row_size), np.uint8).reshape(-1, type.type_size).copy()
+        raw[:, :2] = np.frombuffer(scale, np.uint8)
+        yield raw.reshape(-1, row_size)
+
+
+@lru_cache
+def _unit_spread(type: GgmlType) -> float:
+    """Return the spread of the values of random blocks with scale 1."""
+    raw = np.random.default_rng(0).integers(0, 256, (4096, type.type_size), np.uint8)
+    raw[:, :2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+    return float(types.dequantize(type, raw, type.block_size).std())
+
+
 def _rows(decl: Decl, type: GgmlType, seed: int, n_rows: int) -> Iterator[np.ndarray]:
-    rng = np.random.default_rng(int.from_bytes(hashlib.sha256(f"{seed} {decl.name}".encode()).digest()[:16], "little"))
+    rng = _generator(decl, seed)
     step = max(1, CHUNK // decl.ne[0])
     for start in range(0, n_rows, step):
         # the generator draws value by value, so the size of a chunk does not show in the file

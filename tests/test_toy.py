@@ -7,6 +7,8 @@ import pytest
 
 from qwen3next_ggml import toy
 from qwen3next_ggml.errors import OptionError, QGraphError, TensorError, UnsupportedModelError
+from qwen3next_ggml.ggml import GgmlType
+from qwen3next_ggml.ggml import types as types_module
 from qwen3next_ggml.gguf_file import GgufFile
 from qwen3next_ggml.hparams import Metadata
 from qwen3next_ggml.models.qwen3next import load_arch_hparams
@@ -194,3 +196,22 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(QGraphError, match="No such file"):
         write_toy(tmp_path / "none" / "t.gguf")
+
+
+@pytest.mark.parametrize("type", ["iq1_s", "iq2_xxs", "iq2_xs"])
+def test_types_that_want_an_importance_matrix_are_drawn_block_by_block(toys, type):
+    """Values have the spread that keeps a product's size, around 0, and no two rows or tensors are equal."""
+    path, stored = toys.file(type=type), GgmlType.of(type)
+    seen = set()
+    with GgufFile.open(path) as file:
+        for name, info in file.tensors.items():
+            if info.type_name != type:
+                continue
+            rows = file.data(name).reshape(-1, stored.row_size(info.ne[0]))
+            values = types_module.dequantize(stored, rows, info.ne[0])
+            wanted = 1.0 if name == "token_embd.weight" else info.ne[0] ** -0.5
+            assert abs(values.std() / wanted - 1) < 0.1 and abs(values.mean()) < 0.1 * wanted, name
+            assert len(np.unique(rows, axis=0)) == len(rows), name
+            seen.add(rows[0].tobytes())
+        assert len(seen) == sum(info.type_name == type for info in file.tensors.values()) > 20
+    assert digest(toys.file(type=type, seed=1)) != digest(path)

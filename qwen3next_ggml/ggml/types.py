@@ -64,12 +64,17 @@ def known() -> list[GgmlType]:
     return list(_by_id.values())
 
 
+def requires_imatrix(type: GgmlType) -> bool:
+    """Tell whether `quantize` to this type needs an importance matrix."""
+    return lib.ggml_quantize_requires_imatrix(type.id)
+
+
 def quantize(type: GgmlType, x: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
     """Convert float32 [..., n] to raw bytes [..., row_size] by ggml's own code; imatrix [n] weighs the columns."""
     x = np.ascontiguousarray(x, np.float32)
     n = x.shape[-1]
     raw = np.empty((*x.shape[:-1], type.row_size(n)), np.uint8)
-    if lib.ggml_quantize_requires_imatrix(type.id) and imatrix is None:
+    if requires_imatrix(type) and imatrix is None:
         raise TensorError(f"{type.name} cannot be quantised without an importance matrix")
     weights = ffi.NULL
     if imatrix is not None:
