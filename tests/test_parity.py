@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qwen3next_ggml.errors import BackendError, OptionError, StateError
-from qwen3next_ggml.graph import attention, delta_net
+from qwen3next_ggml.graph import attention, delta_net, ffn
 from qwen3next_ggml.graph.builder import GraphBuilder
 from qwen3next_ggml.graph.state import RecurrentState
 from qwen3next_ggml.models import qwen3next
@@ -76,6 +76,16 @@ def decay_on_the_value_axis(monkeypatch):
     monkeypatch.setattr(delta_net, "autoregressive", transposed)
 
 
+def decay_transposed_in_a_chunk(monkeypatch):
+    """D_ij = exp(G_j − G_i): within a chunk what is older counts for more."""
+    exp = GraphBuilder.exp
+
+    def transposed(g, x):
+        return exp(g, g.neg(x)) if x.op == "TRI" else exp(g, x)
+
+    monkeypatch.setattr(GraphBuilder, "exp", transposed)
+
+
 def heads_paired_the_other_way(monkeypatch):
     pair_heads = delta_net.pair_heads
     monkeypatch.setattr(qwen3next, "pair_heads", lambda g, x, H_v, pairing: pair_heads(g, x, H_v, "tiled"))
@@ -117,13 +127,38 @@ def expert_weights_not_renormalised(monkeypatch):
     monkeypatch.setattr(GraphBuilder, "div", lambda g, weights, total: g.scale(weights, 1.0))
 
 
+def weights_of_the_experts_after_them(monkeypatch):
+    """The picked experts are weighed with the probabilities of those one place further down."""
+    get_rows = GraphBuilder.get_rows
+
+    def shifted(g, a, ids):
+        if a.ne[0] == 1 and ids.view_src is not None:
+            ids = g.view_4d(ids.view_src, *ids.ne, *ids.nb[1:], ids.nb[0])
+        return get_rows(g, a, ids)
+
+    monkeypatch.setattr(GraphBuilder, "get_rows", shifted)
+
+
+def weights_of_other_experts(monkeypatch):
+    """The projections up are those of the experts one place further down."""
+    linear_id = ffn.linear_id
+
+    def shifted(g, w, x, ids):
+        return linear_id(g, w, x, g.view_4d(ids.view_src, *ids.ne, *ids.nb[1:], ids.nb[0]) if "up_exps" in w.name else ids)
+
+    monkeypatch.setattr(ffn, "linear_id", shifted)
+
+
 # where each is first seen in the graph without the bug, and in float64, which has names for fewer nodes
 BUGS = {
+    decay_transposed_in_a_chunk: ("decay_mask-0", "attn_output-0", "graph/delta_net.py", dict(delta_net="chunked")),
     decay_on_the_value_axis: ("new_state-0", "attn_output-0", "graph/delta_net.py", dict(delta_net="autoregressive")),
     heads_paired_the_other_way: ("q_conv_predelta-0", "q_conv_predelta-0", "graph/delta_net.py", {}),
     norm_weights_plus_one: ("attn_norm-0", "attn_norm-0", "test_parity.py", {}),
     rope_over_the_head_width: ("Qcur-3", "Qcur-3", "graph/attention.py", {}),
-    state_not_written_back: ("state_predelta-1", "new_state-1", None, {}),
+    state_not_written_back: ("state_predelta-1", "state_predelta-1", "models/qwen3next.py", {}),
+    weights_of_the_experts_after_them: ("ffn_moe_weights-0", "ffn_moe_weights-0", "graph/ffn.py", {}),
+    weights_of_other_experts: ("ffn_moe_up-0", "ffn_moe_up-0", "graph/linear.py", {}),
     expert_weights_not_renormalised: ("ffn_moe_weights_norm-0", "ffn_moe_weights_norm-0", "graph/ffn.py", {}),
 }
 
