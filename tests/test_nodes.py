@@ -94,14 +94,17 @@ def record(session, n):
 
 
 def distance(name, got, want, mine, theirs):
-    """How far a value is off; experts are a set, and what is per expert goes in the order of its ids. NaN where the extent differs."""
+    """How far a value is off, relative to what is above 1 in it; NaN where the extent differs.
+
+    Experts are a set, and what is per expert goes in the order of its ids.
+    """
     base, _, layer = name.partition("#")[0].rpartition("-")
     got, want = np.asarray(got, np.float64).ravel(), want[name].astype(np.float64).ravel()
     if got.size != want.size:
         return np.nan
     if base == "ffn_moe_topk" or base in BY_EXPERT:
         got, want = (by_expert(x, ids[f"ffn_moe_topk-{layer}"], base) for x, ids in ((got, mine), (want, theirs)))
-    return max_abs(got, want)
+    return max_abs(got, want) / max(1.0, np.abs(want[np.isfinite(want)]).max(initial=0.0))
 
 
 def by_expert(x, ids, base):
