@@ -39,6 +39,15 @@ static bool q_expand(ggml_cgraph * graph, ggml_tensor * tensor) {
     return done;
 }
 
+// names are given to thousands of nodes: "name", or "name-il" inside a layer
+static void q_name(ggml_tensor * tensor, const char * name, int il) {
+    if (il < 0) {
+        T.ggml_set_name(tensor, name);
+    } else {
+        snprintf(tensor->name, sizeof(tensor->name), "%s-%d", name, il);
+    }
+}
+
 static bool q_place(ggml_backend_buffer * buffer, ggml_tensor * tensor, void * address) {
     volatile bool done = false;
     GUARDED(done = T.ggml_backend_tensor_alloc(buffer, tensor, address) == 0);

@@ -92,6 +92,12 @@ def split_equal(
     return ubatches
 
 
+def one_token(token: int, n_past: int, seq: int) -> UBatch:
+    """Return the ubatch of one token of `seq` after `n_past`, its logits wanted."""
+    tokens, pos = np.array([token], np.int32), np.array([n_past], np.int32)
+    return UBatch(tokens, pos, (seq,), 1, np.zeros(1, np.int32), ((seq, 0),))
+
+
 def _take(tokens, n_past, done, seqs, n, want) -> UBatch:
     rows, slots = [], []
     for i, s in enumerate(seqs):

@@ -42,6 +42,8 @@ class Built:
 class OneDevice:
     """Run graphs on one backend; one compute buffer serves all of them."""
 
+    keeps_outputs = True  # the outputs of a run can be read until the next one
+
     def __init__(self, backend: ggml.Backend):
         self.backend = backend
         self._allocator = ggml.GraphAllocator([backend.device.buffer_type()])
@@ -74,6 +76,8 @@ class OneDevice:
 
 class ManyDevices:
     """Run graphs over several backends; every node is pinned to the device of its layer before each split."""
+
+    keeps_outputs = False
 
     def __init__(self, backends: Sequence[ggml.Backend], graph_size: int):
         self.backends = list(backends)

@@ -20,8 +20,8 @@ class GraphCache:
     """Own the compute buffer and the built graphs of one session.
 
     `n_builds` counts the graphs built for decoding. The buffer is sized at the start for `worst`; should it still
-    have to grow, every graph placed in it is built again. `before_use` is called before a graph may overwrite what the last
-    one left in the buffer; `n_changes` counts the graphs added and dropped. `builder` makes what graphs are emitted with.
+    have to grow, every graph placed in it is built again. `before_use` is called before what the last graph left in the
+    buffer may go; `n_changes` counts the graphs added and dropped. `builder` makes what graphs are emitted with.
     """
 
     builder: Callable[..., GraphBuilder] = GraphBuilder
@@ -30,6 +30,8 @@ class GraphCache:
         self.model = model
         self.state = state
         self.n_builds = 0
+        self.n_changes = 0
+        self.before_use: Callable[[], None] = _nothing
         self._graphs: OrderedDict[GraphKey, Built] = OrderedDict()
         backends = [device.init() for device in model.devices]
         for backend in backends:
@@ -45,12 +47,14 @@ class GraphCache:
 
     def get(self, key: GraphKey) -> Built:
         """Return the graph of `key`, ready to run."""
+        self.before_use()
         built = self._graphs.get(key)
         if built is not None:
             self._graphs.move_to_end(key)
             return built
         built = self.build(key)
         self.n_builds += 1
+        self.n_changes += 1
         if self.executor.place(built):
             self._drop_all()
         self._graphs[key] = built
@@ -80,7 +84,9 @@ class GraphCache:
 
     def drop(self, doomed: Callable[[GraphKey], bool]) -> None:
         """Free the graphs whose key is `doomed`."""
+        self.before_use()
         for key in [key for key in self._graphs if doomed(key)]:
+            self.n_changes += 1
             self._graphs.pop(key).close()
 
     def _budget(self, key: GraphKey) -> int:
@@ -88,6 +94,8 @@ class GraphCache:
         return node_budget(key, n_layer, self.model.hparams.n_expert_used)
 
     def _drop_all(self) -> None:
+        self.before_use()
+        self.n_changes += 1
         for built in self._graphs.values():
             built.close()
         self._graphs.clear()
@@ -96,3 +104,7 @@ class GraphCache:
         """Free the graphs, the compute buffer and the backends."""
         self._drop_all()
         self.executor.close()
+
+
+def _nothing() -> None:
+    pass

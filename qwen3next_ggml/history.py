@@ -30,13 +30,36 @@ class Held:
 
 
 class History:
-    """What each of `n_seq_max` sequences holds, by index."""
+    """What each of `n_seq_max` sequences holds, by index.
+
+    Logits that still lie where they were computed are fetched when somebody asks for them, or before they are overwritten.
+    """
 
     def __init__(self, n_seq_max: int):
         self._held = [Held() for _ in range(n_seq_max)]
+        self._late: tuple[int, Callable[[], np.ndarray]] | None = None
 
     def __getitem__(self, seq: int) -> Held:
+        if self._late:
+            self.settle()
         return self._held[seq]
+
+    def settle(self) -> None:
+        """Fetch the logits that were left where they were computed."""
+        if self._late:
+            (seq, fetch), self._late = self._late, None
+            self._held[seq].logits = fetch()
+
+    def supersede(self, seq: int) -> None:
+        """Give up the logits after the last token of `seq`: the next token's are about to take their place."""
+        if self._late and self._late[0] != seq:
+            self.settle()
+        self._late, self._held[seq].logits = None, None
+
+    def extend_by_one(self, seq: int, token: int, fetch: Callable[[], np.ndarray]) -> None:
+        """Append `token` to `seq`; `fetch` returns the logits [n_vocab] after it, as long as no other graph has run."""
+        self._held[seq].tokens.append(token)
+        self._late = seq, fetch
 
     def extend(self, seq: int, tokens: list[int], logits: np.ndarray | None, hidden: np.ndarray | None = None) -> None:
         """Append `tokens` to `seq`, with the logits after the last one and the hidden of each where there are any."""

@@ -10,7 +10,7 @@ from math import isfinite
 
 import numpy as np
 
-from .batch import UBatch, check_tokens, split_equal
+from .batch import UBatch, check_tokens, one_token, split_equal
 from .drafter import Drafter, check_head
 from .errors import NonFinite, OptionError, StateError
 from .graph.inputs import Sizes
@@ -21,6 +21,7 @@ from .graph_cache import GraphCache
 from .graph_view import GraphView, list_graph
 from .history import Checkpoints, History, common_prefix
 from .memory import MIB, HybridMemory, Plan
+from .one_token import OneToken
 from .probes import Capture, Probes
 from .session_file import save
 
@@ -74,7 +75,10 @@ class Session:
         keep = self.memory.recurrent.keep(n_tokens, marks)
         worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
         self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
-        self.probes = Probes(self.graphs, GraphKey(Sizes(1, 1, 1, N_PAD, None, hidden=mtp), self.options))
+        self.graphs.before_use = self.history.settle
+        everyday = GraphKey(Sizes(1, 1, 1, N_PAD, None if n_rollback else 0, hidden=mtp), self.options)
+        self.probes = Probes(self.graphs, everyday)
+        self.one_token = OneToken(self.graphs, self.memory, self.history, everyday)
         self.drafter = Drafter(model, self.graphs, self.memory, self.history, self.options) if mtp else None
 
     # decoding
@@ -86,6 +90,8 @@ class Session:
         outside the vocabulary and ContextFull when they do not fit, the session being as it was; NonFinite when the
         logits are not numbers.
         """
+        if logits == "last" and type(tokens) is list and len(tokens) == 1 and self._is_ordinary(tokens[0], seq):
+            return self._decode_one(tokens[0], seq)
         return self.decode_batch({seq: tokens}, logits=logits)[seq]
 
     def decode_batch(self, batch: Mapping[int, Sequence[int]], *, logits: str = "last") -> dict[int, np.ndarray]:
@@ -135,6 +141,30 @@ class Session:
                 rows[seq].append(out[i : i + n])
         empty = np.empty((0, self.hparams.n_vocab), np.float32)
         return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}, captured
+
+    def _is_ordinary(self, token: int, seq: int) -> bool:
+        """Say whether a token can take the short way: nobody looks, no draft follows and no checkpoint is due after it."""
+        return (
+            type(token) is int and 0 <= token < self.hparams.n_vocab and self.one_token.is_ordinary(seq)
+            and self.probes.quiet and self.drafter is None
+            and not (self.checkpoint_every and (self.memory.n_past[seq] + 1) % self.checkpoint_every == 0)
+        )  # fmt: skip
+
+    def _decode_one(self, token: int, seq: int) -> np.ndarray:
+        self.one_token.prepare(token, seq)
+        self.history.supersede(seq)
+        try:
+            out = self.one_token.compute()
+        except BaseException:
+            ubatch = one_token(token, self.memory.n_past[seq], seq)
+            self.memory.apply(ubatch, self.memory.plan(ubatch), failed=ubatch.seqs)
+            raise
+        if isfinite(out[0, 0]):
+            self.one_token.keep(token, seq)
+        else:
+            ubatch = one_token(token, self.memory.n_past[seq], seq)
+            self._finish(ubatch, self.memory.plan(ubatch), (), out, None)
+        return out
 
     def _run(self, ubatch: UBatch, captures: tuple[str, ...]) -> tuple[np.ndarray | None, dict]:
         marks = self._marks(ubatch)

@@ -30,6 +30,17 @@ def unary(name: str, text: str) -> Callable:
     return op(stub)
 
 
+class _Encoded(dict):
+    """Names as C wants them, each made once: a graph gives the same few to thousands of nodes."""
+
+    def __missing__(self, name: str) -> bytes:
+        self[name] = encoded = name.encode()
+        return encoded
+
+
+_encoded = _Encoded()
+
+
 class Ops:
     """The operations, bound to the context their results live in. Raises GraphError naming the op, its operands and what failed."""
 
@@ -363,9 +374,9 @@ class Ops:
         """Ask for a precision (PREC_F32) inside a flash_attn_ext. Returns a."""
         return self._set_prec("ggml_flash_attn_ext_set_prec", a, "FLASH_ATTN_EXT", prec)
 
-    def set_name(self, a: Tensor, name: str | bytes) -> Tensor:
-        """Name a tensor; 63 bytes are kept. Returns it."""
-        lib.ggml_set_name(a._p, name if isinstance(name, bytes) else name.encode())
+    def set_name(self, a: Tensor, name: str, il: int = -1) -> Tensor:
+        """Name a tensor, "name-il" for a layer; 63 bytes are kept. Returns it."""
+        lib.q_name(a._p, _encoded[name], il)
         return a
 
     def set_input(self, a: Tensor) -> Tensor:

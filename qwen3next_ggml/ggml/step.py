@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import is_
+
 import numpy as np
 
 from ..errors import BackendError, TensorError
@@ -30,21 +32,21 @@ class Step:
                 "inputs": self._parts[0], "outputs": self._parts[1], "n_inputs": len(self.inputs), "n_outputs": len(self.outputs),
             },
         )  # fmt: skip
-        self._last: tuple = ()
+        self._last: list[np.ndarray] | None = None  # the arrays the native step points at
 
     def run(self, arrays: list[np.ndarray], outs: list[np.ndarray]) -> None:
         """Copy `arrays` into the inputs, compute, copy the outputs into `outs`, which are written in place.
 
         Raises TensorError when an array does not have its tensor's bytes, GraphError for an index out of range, else what Backend.compute raises.
         """
-        now = (*arrays, *outs)
-        if len(now) != len(self._last) or any(a is not b for a, b in zip(now, self._last, strict=True)):
-            self._last = ()
+        if self._last is None or len(arrays) != len(self._last) or not all(map(is_, arrays, self._last)):
+            self._last = None
             self._point(self._parts[0], self.inputs, arrays)
-            self._point(self._parts[1], self.outputs, outs)
-            if not all(out.flags.writeable for out in outs):
+            self._last = list(arrays)
+        self._point(self._parts[1], self.outputs, outs)
+        for out in outs:
+            if not out.flags.writeable:
                 raise TensorError("step: an output array is read-only")
-            self._last = now
         if self._epoch != lib.q_epoch():
             self._check()
         run(self._native, self._runner.name)

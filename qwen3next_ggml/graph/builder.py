@@ -18,8 +18,8 @@ PLAIN_VIEW_OPS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
 def expect_shape(x: ggml.Tensor, what: str, *wanted: int) -> None:
     """Raise GraphError unless `x` has shape `wanted` in ggml order; a wanted 0 stands for any size."""
     got = x.ne
-    want = wanted + (1,) * (4 - len(wanted))
-    if any(w and w != n for n, w in zip(got, want)):
+    want = (*wanted, 1, 1, 1)[:4]
+    if got != want and any(w and w != n for n, w in zip(got, want)):
         raise GraphError(f"{what}: expected shape {list(want)} (0 = any), got {list(got)} of {x.name!r}")
 
 
@@ -51,9 +51,8 @@ class GraphBuilder(ggml.Ops):
 
     def name(self, x: ggml.Tensor, name: str, il: int = -1) -> ggml.Tensor:
         """Name `x` as llama.cpp's `cb` does ("attn_norm-0"; no suffix for il < 0) and return the value to go on with."""
-        full = f"{name}-{il}" if il >= 0 else name
-        self.set_name(x, full)
-        return x if self._on_name is None else self._on_name(self, x, full)
+        self.set_name(x, name, il)
+        return x if self._on_name is None else self._on_name(self, x, f"{name}-{il}" if il >= 0 else name)
 
     def input(self, name: str, dtype: ggml.GgmlType | np.ndarray, *ne: int) -> ggml.Tensor:
         """Return the input `name`, creating it with shape `ne` on first use.

@@ -10,7 +10,7 @@ def linear(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
     Mirrors llama.cpp's `build_lora_mm`.
     """
     y = g.mul_mat(w, x)
-    scale = g.scales.get(w)
+    scale = g.scales.get(w) if g.scales else None
     return y if scale is None else g.mul(y, scale)
 
 
@@ -20,7 +20,7 @@ def linear_id(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor, ids: ggml.Tensor)
     Mirrors llama.cpp's `build_lora_mm_id`; a scale is one number per expert.
     """
     y = g.mul_mat_id(w, x, ids)
-    scale = g.scales.get(w)
+    scale = g.scales.get(w) if g.scales else None
     if scale is None:
         return y
     n_expert, n_tokens = w.ne[2], ids.ne[1]

@@ -114,7 +114,7 @@ class HybridMemory:
                 # a new sequence starts from zeros, whatever its slot held
                 self.recurrent.clear(seq)
         keep = self.recurrent.keep(ubatch.n_seq_tokens, marks)
-        inputs = self.recurrent.inputs(ubatch, self.n_past, keep or (ubatch.n_seq_tokens,), marks)
+        inputs = dict(self.recurrent.inputs(ubatch, self.n_past, keep or (ubatch.n_seq_tokens,), marks))
         cells, n_kv = np.empty(0, np.int64), 0
         if self.kv.specs:
             cells = self.kv.find_cells(ubatch.n_tokens)
@@ -142,6 +142,20 @@ class HybridMemory:
             self.kv.erase(cells)
             if not self.recurrent.survives(seq, self.n_past[seq], n):
                 self._interrupted.add(seq)
+
+    def goes_on(self, seq: int) -> bool:
+        """Say whether one more token of `seq` can simply follow: it has some, there is room, and no other sequence has cells."""
+        return (
+            0 <= seq < len(self.n_past) and 0 < self.n_past[seq] < self.n_ctx and seq not in self._interrupted
+            and (not self.kv.specs or self.kv.only(seq) and self.kv.n_free > 0)
+        )  # fmt: skip
+
+    def advance(self, seq: int) -> None:
+        """Move the cursor of `seq`, which `goes_on`, past one token that has been computed."""
+        if self.kv.specs:
+            self.kv.append(seq, self.n_past[seq])
+        self.n_past[seq] += 1
+        self.recurrent.applied(seq, self.n_past[seq])
 
     def rewind(self, seq: int, n_past: int) -> None:
         """Go back to the state after `n_past` tokens: an index moves, nothing is computed or copied."""

@@ -82,10 +82,36 @@ class KvCache:
         top = max(self._top, int(cells[-1]) + 1)
         return min(self.n_cells, -(-top // N_PAD) * N_PAD)
 
+    # one more token of the only sequence that has cells
+
+    def only(self, seq: int) -> bool:
+        """Say whether all cells in use are those of `seq`, without a gap."""
+        return self._packed and self.n_used == self._n_held[seq]
+
+    @property
+    def next_cell(self) -> int:
+        return self._top
+
+    @property
+    def n_kv_after_one(self) -> int:
+        return min(self.n_cells, -(-(self._top + 1) // N_PAD) * N_PAD) if self.specs else 0
+
+    @property
+    def mask_type(self) -> type:
+        return np.float16 if self.flash_attn else np.float32
+
+    def append(self, seq: int, pos: int) -> None:
+        """Mark the next cell as holding the token of `seq` at `pos`."""
+        self.pos[self._top] = pos
+        self.member[seq, self._top] = True
+        self.n_used += 1
+        self._n_held[seq] += 1
+        self._top += 1
+
     def mask(self, ubatch: UBatch, cells: np.ndarray, n_kv: int) -> np.ndarray:
         """Return the mask [n_tokens, n_kv]: 0 where a token may look, −inf elsewhere; f16 for flash attention."""
-        dtype = np.float16 if self.flash_attn else np.float32
-        if ubatch.n_seqs == 1 and self._packed and self.n_used == self._n_held[ubatch.seqs[0]]:
+        dtype = self.mask_type
+        if ubatch.n_seqs == 1 and self.only(ubatch.seqs[0]):
             # nobody else's cells, and none out of order: each token sees one more than the one before
             mask = np.full((ubatch.n_tokens, n_kv), -np.inf, dtype)
             for row, cell in enumerate(cells.tolist()):
@@ -109,8 +135,7 @@ class KvCache:
 
     def nextn_mask(self, seq: int, pos: np.ndarray, cells: np.ndarray) -> np.ndarray:
         """Return the mask of the NextN head for tokens at `pos`, whose K and V go to `cells`: it sees what it was fed."""
-        dtype = np.float16 if self.flash_attn else np.float32
-        n_kv = self.n_kv(cells)
+        dtype, n_kv = self.mask_type, self.n_kv(cells)
         seen = self.member[seq, :n_kv] & self.fed[:n_kv]
         seen[cells] = True
         return np.where(seen & (self.pos[:n_kv] <= pos[:, None]), dtype(0), dtype(-np.inf))

@@ -76,6 +76,10 @@ class RecurrentMemory:
         dst = tuple(self.slot_after(s, n_past[s], t, ubatch.n_seq_tokens, marks) for t in kept for s in ubatch.seqs)
         return self._known_rows(src, dst)
 
+    def inputs_of_one(self, seq: int, n_past: int) -> dict[str, np.ndarray]:
+        """Return the same for one more token of `seq`; the arrays are the same objects whenever the rows are."""
+        return self._known_rows((self.slot(seq, n_past),), (self.slot(seq, n_past + 1),))
+
     def _rows(self, src: tuple[int, ...], dst: tuple[int, ...]) -> dict[str, np.ndarray]:
         found = {}
         for n_rows in {1, *(s.n_rows for s in self.specs)}:
