@@ -104,14 +104,14 @@ def _sync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def read_arrays(path: str | os.PathLike) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+def read_arrays(path: str | os.PathLike, *, what: str = "session file") -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Return the strings and the arrays of a file, as read-only views of its map.
 
-    Raises StateError for a file that is none of ours, was cut short, or has a byte that changed.
+    Raises StateError for a file that is no `what`, was cut short, or has a byte that changed.
     """
-    data = _map(path)
+    data = _map(path, what)
     if data[8 : CRC.start] != HEAD or len(data) < CRC.stop:
-        raise StateError(f"{path} is not a session file: it starts with {data[: CRC.start][:16]!r}")
+        raise StateError(f"{path} is not a {what}: it starts with {data[: CRC.start][:16]!r}")
     n_header = 8 + int.from_bytes(data[:8], "little")
     if n_header > len(data):
         raise StateError(f"{path} was cut short: its header ends at byte {n_header}, the file at {len(data)}")
@@ -134,14 +134,14 @@ def _array(path: str | os.PathLike, data: mmap.mmap, start: int, name: str, entr
     return np.frombuffer(data, dtype, prod(shape), start + entry["data_offsets"][0]).reshape(shape)
 
 
-def _map(path: str | os.PathLike) -> mmap.mmap:
+def _map(path: str | os.PathLike, what: str) -> mmap.mmap:
     try:
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 raise StateError(f"{path}: not a regular file")
             if not info.st_size:
-                raise StateError(f"{path} is not a session file: it is empty")
+                raise StateError(f"{path} is not a {what}: it is empty")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise StateError(f"{path}: {error.strerror}") from None

@@ -87,7 +87,7 @@ def write_trace(session, tokens: Sequence[int], path: str | os.PathLike, *patter
 
 def read_trace(path: str | os.PathLike) -> tuple[dict, dict[str, np.ndarray]]:
     """Return what a trace says of itself and its arrays by name, views of the mapped file. Raises StateError."""
-    about, arrays = read_arrays(path)
+    about, arrays = read_arrays(path, what="trace")
     if about.get("format") != FORMAT or about.get("version") != VERSION:
         raise StateError(f"{path} is not a trace: its format is {about.get('format')!r} {about.get('version')}, expected {FORMAT!r} {VERSION}")
     return json.loads(about["trace"]), arrays

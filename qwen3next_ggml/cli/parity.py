@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import isfinite
+from pathlib import Path
 
 import click
 
-from .options import CACHE_TYPES, Switch, graph_parameters, json_option, option, path_options, provider_option
-from .output import emit, emit_json, note, table
+from ..errors import BackendError
+from .options import CACHE_TYPES, Listed, Switch, graph_parameters, json_option, option, path_options, provider_option
+from .output import emit, emit_json, note, size, write_text
+from .parity_report import Sweep, document, number, report
 from .prompts import prompt_options
 
 DIFFERENT = 1
+AXES = ("ubatch", "flash_attn", "delta_net", "graph", "ggml")
 
 
 @click.command(name="parity")
 @path_options
 @prompt_options
 @option("--ref", default="llama.cpp", metavar="SIDE",
-        help="llama.cpp, float64, plain (llama.cpp's graph on the same device), a device such as CPU, or a file that --save wrote")  # fmt: skip
+        help="llama.cpp, a folder with a build of it, float64, plain (llama.cpp's graph on the same device), a device such as CPU, "
+             "or a file that --save or `qgraph trace` wrote")  # fmt: skip
 @click.option("--ref-ggml", metavar="NAME|DIR", help="libggml of --ref plain or a device  [default: that of --ggml]")
 @option("-dev", "--device", default="CPU", metavar="DEV,…", env="DEVICE", help="devices of the run that is examined")
 @provider_option
@@ -32,24 +35,35 @@ DIFFERENT = 1
 @option("-ctv", "--cache-type-v", "type_v", type=click.Choice(CACHE_TYPES), default="f32", help="type of the V cache, on both sides")
 @graph_parameters[0]
 @graph_parameters[1]
-@click.option("--sweep", "sweeping", is_flag=True, help="compare over ubatches 1, 3, 64, 512, flash attention, delta-net forms and graphs")
+@click.option("--sweep", "axes", is_flag=False, flag_value=",".join(AXES[:-1]), type=Listed(click.Choice(AXES)), metavar="[AXIS,…]",
+              help="compare over every combination of: ubatch (1, 3, 64, 512), flash_attn, delta_net, graph, ggml (every libggml "
+                   "installed); without a list all but ggml")  # fmt: skip
+@click.option("--shrink", type=click.Path(dir_okay=False, path_type=Path), metavar="FNAME.py",
+              help="write the op of the first difference, with what it reads, as a script that runs it alone")  # fmt: skip
 @click.option("--ops", "only_ops", is_flag=True, help="instead: every op our graphs emit, over shapes that break kernels, against float64")
 @click.option("--save", metavar="FNAME", help="write the recording of the run that is examined, as safetensors")
 @json_option
 @click.pass_context
-def command(ctx, path, prompt, ref, ref_ggml, tolerance, sweeping, only_ops, save, as_json, **run) -> None:
+def command(ctx, path, prompt, ref, ref_ggml, tolerance, axes, shrink, only_ops, save, as_json, **run) -> None:
     """Compare two runs of the same tokens node by node, joined by llama.cpp's names.
 
     The last token is decoded by itself. Each side has a process of its own. Printed are the first node, in the order of the graph, whose
     NMSE exceeds the tolerance, with what it reads and the Python line that made it, and the worst node of every layer. Quantised weights
     make kernels round activations, so float64 is 1e-4 away there. Exit code: 0 equal, 1 different.
+
+    The script that --shrink writes takes its operands from the reference where that has the same op, else from the run that is examined.
+    It compares with the reference's value and with float64, and its exit code is the answer, on any --device of any --ggml.
     """
-    if sweeping and save or only_ops and (sweeping or save):
-        raise click.UsageError("--ops, --sweep and --save exclude each other")
+    if sum(map(bool, (axes, only_ops, save or shrink))) > 1:
+        raise click.UsageError("--ops, --sweep and --save or --shrink exclude each other")
+    if shrink and shrink.suffix != ".py":
+        raise click.UsageError(f"--shrink writes a Python script, and {shrink} does not end in .py")
     if only_ops:
         same, result = _ops(run["ggml"], run["device"])
     else:
-        same, result = _runs(_run(path, prompt, run), ref, ref_ggml, tolerance, sweeping, save)
+        examined = _run(path, prompt, run)
+        how = (examined, ref, ref_ggml, tolerance)
+        same, result = _sweep(*how, axes) if axes else _compare(*how, save, shrink)
     if as_json:
         emit_json(result)
     ctx.exit(0 if same else DIFFERENT)
@@ -69,21 +83,17 @@ def _run(path: str | None, prompt, options: dict):
     return Run(path=path, tokens=tuple(tokens), **options)
 
 
-def _runs(run, ref: str, ref_ggml: str | None, tolerance: float, sweeping: bool, save: str | None) -> tuple[bool, object]:
-    from ..parity import Recording, compare, record_apart, reference_of, sweep
+def _compare(run, ref: str, ref_ggml: str | None, tolerance: float, save: str | None, shrink: Path | None) -> tuple[bool, object]:
+    from ..parity import Recording, compare, cut_like, record_apart, reference_of
 
-    if sweeping:
-        rows = []
-        for variant, found in sweep(run, ref, tolerance=tolerance, ggml=ref_ggml):
-            rows.append({"flash_attn": variant.flash_attn, "n_ubatch": variant.n_ubatch, "delta_net": variant.delta_net,
-                         "graph": variant.graph, **_summary(found)})  # fmt: skip
-            if len(rows) == 1:
-                emit(f"{'flash':5}  {'ubatch':>6}  {'delta net':14}  {'graph':5}  {'nodes':>5}  {'worst':>8}  first difference\n")
-            emit("{flash_attn:5}  {n_ubatch:6}  {delta_net:14}  {graph:5}  {nodes:5}  {worst:8.1e}  {first}\n".format_map(
-                {**rows[-1], "worst": found.worst.nmse, "first": rows[-1]["first"] or "-"}))  # fmt: skip
-        return not any(row["first"] for row in rows), rows
     wanted = reference_of(ref, run, ggml=ref_ggml)
-    reference = wanted if isinstance(wanted, Recording) else record_apart(wanted)
+    run = cut_like(run, wanted)
+    try:
+        reference = wanted if isinstance(wanted, Recording) else record_apart(wanted)
+    except BackendError as error:
+        # a device is what is left when a name is nothing else
+        other = str(error).startswith(f"no device {ref};")
+        raise BackendError(f"{error}; other references are llama.cpp, float64, plain, a folder, a file") if other else error from None
     ours = record_apart(run)
     if save:
         ours.save(save)
@@ -91,43 +101,31 @@ def _runs(run, ref: str, ref_ggml: str | None, tolerance: float, sweeping: bool,
     found = compare(ours, reference, tolerance=tolerance)
     for line in report(found):
         emit(line + "\n")
-    return not found.misses, {"here": found.title, "reference": found.reference, "tolerance": tolerance, **_summary(found),
-                              "first": found.first and _node(found.first)}  # fmt: skip
+    if shrink and found.first:
+        _shrink(shrink, found, run, wanted, ours, reference)
+    elif shrink:
+        note("no node differs, so there is no op to write")
+    return not found.misses, document(found)
 
 
-def _summary(found) -> dict:
-    first = found.first and found.first.value
-    return {"nodes": len(found.nodes), "misses": len(found.misses), "worst": _number(found.worst.nmse), "first": first and first.name}
+def _shrink(path: Path, found, *sides) -> None:
+    from ..parity import providers, shrink
+
+    run, arrays = sides[0], path.with_suffix(".safetensors")
+    one = shrink(found.first, *sides)
+    n_bytes = one.save(arrays)
+    write_text(path, one.script(device=run.device, ggml=providers(run.ggml)[0], tolerance=found.tolerance))
+    note(f"wrote {path} and {arrays}, {size(n_bytes)}; run it with: python {path}")
 
 
-def _node(node) -> dict:
-    known = {key: x for key, x in vars(node.value).items() if key != "array"}
-    return known | {"nmse": _number(node.nmse), "why": node.why, "ubatch": node.ubatch}
+def _sweep(run, ref: str, ref_ggml: str | None, tolerance: float, axes: tuple[str, ...]) -> tuple[bool, object]:
+    from ..parity import sweep
 
-
-def _number(x: float) -> float | None:
-    """JSON has no infinity."""
-    return x if isfinite(x) else None
-
-
-def report(found) -> Iterator[str]:
-    """Yield what was compared, the first difference, and a row per layer."""
-    yield f"here       {found.title}"
-    yield f"reference  {found.reference}"
-    yield (f"compared   {len(found.nodes)} nodes; {len(found.only_here)} only here, {len(found.only_there)} only in the reference, "
-           f"{len(found.unlike)} of other extent")  # fmt: skip
-    yield ""
-    if found.first is None:
-        yield f"no difference above {found.tolerance:.0e}"
-    else:
-        first = found.first
-        yield f"first difference: {first.value.name} #{first.value.occurrence}, {first.why or f'NMSE {first.nmse:.2e}'}, from ubatch {first.ubatch} on"
-        of = f" of {first.value.kernel}" if first.value.kernel not in ("", first.value.op) else ""
-        yield f"  {first.value.op}{of} {list(first.value.ne)}" + (f", made by {first.value.line}" if first.value.line else "")
-        yield from (f"    reads {name} {list(shape)}" for name, shape in first.value.inputs)
-    yield ""
-    rows = [("" if layer is None else layer, n, f"{worst.nmse:.2e}", worst.value.name) for layer, n, worst in found.by_layer()]
-    yield from table([("layer", "nodes", "worst", "node"), *rows], right=(0, 1, 2))
+    shown = Sweep(axes)
+    for variant, found in sweep(run, ref, axes, tolerance=tolerance, ggml=ref_ggml):
+        text = shown.row(variant, found)
+        emit(text + "\n" if len(shown.rows) > 1 else f"{shown.head}\n{text}\n")
+    return not any(row["first"] for row in shown.rows), shown.rows
 
 
 def _ops(ggml: str | None, device: str) -> tuple[bool, object]:
@@ -136,7 +134,7 @@ def _ops(ggml: str | None, device: str) -> tuple[bool, object]:
     rows = []
     for row in check_ops(device, ggml_name=ggml):
         emit(f"{row.op:16}  {row.shape:58}  {row.nmse:8.1e}  {row.verdict}{row.why and f': {row.why}'}\n")
-        rows.append({**vars(row), "nmse": _number(row.nmse)})
+        rows.append({**vars(row), "nmse": number(row.nmse)})
     n_bad = sum(row["verdict"] == MISS for row in rows)
     emit(f"{len(rows)} cases, {n_bad} missed\n")
     return not n_bad, rows

@@ -66,7 +66,7 @@ FUNCTIONS = {
 }
 # where these lie tells whether the structures are laid out as declared
 DEFAULTS = {
-    "llama_context_default_params": dict(n_ctx=512, n_batch=2048, n_ubatch=512, n_seq_max=1, flash_attn_type=-1, type_k=1, type_v=1, n_samplers=0),
+    "llama_context_default_params": dict(n_ctx=512, n_batch=2048, n_ubatch=512, n_seq_max=1, flash_attn_type=-1, type_k=1, type_v=1),
     "llama_model_default_params": dict(split_mode=1, main_gpu=0, vocab_only=False, check_tensors=False, use_extra_bufts=True),
 }
 
@@ -120,8 +120,9 @@ def _of_folder(folder: str) -> SimpleNamespace:
     if not lib.ggml_backend_dev_count():
         lib.ggml_backend_load_all_from_path(os.fsencode(folder))
     for name, wanted in DEFAULTS.items():
-        found = getattr(api, name)()
-        wrong = [f"{field} is {getattr(found, field)}, expected {value}" for field, value in wanted.items() if getattr(found, field) != value]
+        given = getattr(api, name)()
+        found = {field: getattr(given, field) for field in wanted}
+        wrong = [f"{field} is {found[field]}, expected {value}" for field, value in wanted.items() if found[field] != value]
         if wrong:
             raise BackendError(f"{path} lays out its parameters otherwise than llama.cpp {VERSION}: {'; '.join(wrong[:2])}")
     return api
@@ -130,7 +131,8 @@ def _of_folder(folder: str) -> SimpleNamespace:
 def _libllama(folder: str) -> tuple[Path, ctypes.CDLL]:
     """Return the library of `folder` that itself holds llama_decode; names vary, and others are linked to it."""
     reasons = []
-    for path in dict.fromkeys(path.resolve() for pattern in ("*llama*.so*", "*llama*.dylib") for path in sorted(Path(folder).glob(pattern))):
+    files = (path for pattern in ("*llama*.so*", "*llama*.dylib") for path in sorted(Path(folder).glob(pattern)))
+    for path in dict.fromkeys(path.resolve() for path in files):
         try:
             lib = ctypes.CDLL(str(path))
         except OSError as error:

@@ -28,10 +28,10 @@ class LineRecorder(GraphBuilder):
         self.lines: dict[ggml.Tensor, tuple[str, ...]] = {}
 
 
-def _noting(op: Callable) -> Callable:
+def _noting(name: str, op: Callable) -> Callable:
     @functools.wraps(op)
     def call(self, *args, **options):
-        made = op(self, *args, **options)
+        made = getattr(super(LineRecorder, self), name)(*args, **options)
         if made not in self.lines:
             self.lines[made] = _stack(sys._getframe(1))
         return made
@@ -41,7 +41,7 @@ def _noting(op: Callable) -> Callable:
 
 for _name, _op in vars(ggml.Ops).items():
     if callable(_op) and not _name.startswith("_"):
-        setattr(LineRecorder, _name, _noting(_op))
+        setattr(LineRecorder, _name, _noting(_name, _op))
 
 
 def _stack(frame: FrameType | None) -> tuple[str, ...]:

@@ -1,12 +1,15 @@
 """Two runs of the same tokens, joined node by node: where they part first, and which line of Python made that node (level 11).
 
-Also every op of our graphs against float64 (`ops`). Knows nothing of terminals or options.
+Also the op behind a difference as a script of its own, and every op of our graphs against float64 (`ops`). Knows nothing of
+terminals or options.
 """
 
 from .apart import record_apart
 from .compare import Comparison, Joined, compare, nmse
-from .pairs import reference_of, sweep
+from .one_op import OneOp
+from .pairs import cut_like, providers, reference_of, sweep
 from .recording import Recording, Value
+from .shrink import shrink
 from .sides import FLOAT64, LLAMA, SESSION, Run, record
 
 __all__ = [
@@ -15,13 +18,17 @@ __all__ = [
     "SESSION",
     "Comparison",
     "Joined",
+    "OneOp",
     "Recording",
     "Run",
     "Value",
     "compare",
+    "cut_like",
     "nmse",
+    "providers",
     "record",
     "record_apart",
     "reference_of",
+    "shrink",
     "sweep",
 ]

@@ -6,7 +6,7 @@ The graph is computed node by node, so that everything the op reads is still the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -53,14 +53,17 @@ class CallRecorder(GraphBuilder):
         self.calls = calls
 
 
-def _noting(method: str, op) -> object:
+def _noting(method: str) -> Callable:
     signature = inspect.signature(getattr(ggml.Ops, method))
 
     def call(self, *args, **options):
-        made = op(self, *args, **options)
+        made = getattr(super(CallRecorder, self), method)(*args, **options)
         bound = signature.bind(self, *args, **options)
         bound.apply_defaults()
-        self.calls.setdefault(made, []).append((method, dict(list(bound.arguments.items())[1:])))
+        arguments = dict(list(bound.arguments.items())[1:])
+        # an op made inside another method is that one's own
+        if made not in self.calls or made in arguments.values():
+            self.calls.setdefault(made, []).append((method, arguments))
         return made
 
     return call
@@ -68,7 +71,7 @@ def _noting(method: str, op) -> object:
 
 for _name, _op in vars(ggml.Ops).items():
     if callable(_op) and not _name.startswith("_") and _name not in MARKS:
-        setattr(CallRecorder, _name, _noting(_name, _op))
+        setattr(CallRecorder, _name, _noting(_name))
 
 
 class _Reached(Exception):

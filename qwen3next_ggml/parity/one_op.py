@@ -22,6 +22,7 @@ from ..ggml import types
 from ..graph.own import Graph
 from .compare import nmse
 from .float64 import Float64, NotKnown
+from .recording import trimmed
 
 KIND = "qgraph op 1"
 REFERENCE = "reference"
@@ -71,21 +72,13 @@ class OneOp:
     @classmethod
     def load(cls, path: str | os.PathLike) -> OneOp:
         """Read a file that `save` wrote. Raises StateError for a damaged one, OptionError for any other."""
-        about, arrays = read_arrays(path)
+        about, arrays = read_arrays(path, what="file of an op")
         if about.get("kind") != KIND:
             raise OptionError(f"{path} holds no op: its kind is {about.get('kind')!r}, expected {KIND!r}")
         said = json.loads(about["op"])
         said["calls"] = tuple((method, tuple(arguments)) for method, arguments in said["calls"])
         said["operands"] = {name: _laid(x) for name, x in said["operands"].items()}
         return cls(**said | {"result": _laid(said["result"]), "arrays": arrays})
-
-    def write(self, path: str | os.PathLike, *, device: str, ggml: str, tolerance: float) -> int:
-        """Write the script to `path` and the arrays beside it → bytes of both. Raises StateError when the system refuses."""
-        path = Path(path)
-        size = self.save(path.with_suffix(SUFFIX))
-        text = self.script(device=device, ggml=ggml, tolerance=tolerance)
-        path.write_text(text, encoding="utf-8")
-        return size + len(text)
 
     def script(self, *, device: str, ggml: str, tolerance: float) -> str:
         """Return the Python text that runs the op on `device` of `ggml` and compares."""
@@ -178,7 +171,8 @@ def main(build: Callable, script: str, *, device: str, ggml: str, tolerance: flo
     parser.add_argument("--tolerance", type=float, default=tolerance)
     args = parser.parse_args()
     try:
-        lines, same = run(build, OneOp.load(Path(script).with_suffix(SUFFIX)), device=args.device, ggml_name=args.ggml, tolerance=args.tolerance)
+        one = OneOp.load(Path(script).with_suffix(SUFFIX))
+        lines, same = run(build, one, device=args.device, ggml_name=args.ggml, tolerance=args.tolerance)
     except QGraphError as error:
         raise SystemExit(f"error: {error}") from None
     print("\n".join(lines))
@@ -196,7 +190,8 @@ def run(build: Callable, one: OneOp, *, device: str, ggml_name: str, tolerance: 
         got = g.compute(y).reshape(want.shape)
     in_order = np.sort if one.op == UNORDERED else np.asarray
     off = _off(in_order(got), in_order(want))
-    lines = [f"{one.op} {list(one.result.ne)} on {device}, ggml {provider.version} of {provider.name}", f"to the reference  NMSE {off:.2e}"]
+    where = f"{device}, ggml {provider.version} of {provider.name}"
+    lines = [f"{one.op} {list(trimmed(one.result.ne))} on {where}", f"to the reference  NMSE {off:.2e}"]
     try:
         exact = build(InFloat64(one.arrays)).reshape(want.shape)
         mine, theirs = (_off(in_order(x), in_order(exact)) for x in (got, want))

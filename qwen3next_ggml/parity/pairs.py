@@ -41,10 +41,10 @@ def reference_of(ref: str, run: Run, *, ggml: str | None = None) -> Run | Record
     return replace(run, device=ref, ggml=ggml or run.ggml)
 
 
-def cut_like(run: Run, reference: Run | Recording) -> Run:
-    """Return `run` with its last token among the others where a recording was made that way, else `run` itself."""
+def cut_like(run: Run, wanted: Run | Recording) -> Run:
+    """Return `run` with its last token among the others where what is `wanted` is a file made that way, else `run` itself."""
     whole = replace(run, step=False)
-    same = isinstance(reference, Recording) and whole.ubatches(run.n_ubatch) == list(reference.ubatches)
+    same = isinstance(wanted, Recording) and whole.ubatches(run.n_ubatch) == list(wanted.ubatches)
     return whole if same else run
 
 
@@ -80,4 +80,4 @@ def sweep(
         now = reference_of(ref, variant, ggml=ggml) if wanted is None or isinstance(wanted, Run) else wanted
         if now != wanted or reference is None:
             wanted, reference = now, now if isinstance(now, Recording) else record_apart(now)
-        yield variant, compare(record_apart(cut_like(variant, reference)), reference, tolerance=tolerance)
+        yield variant, compare(record_apart(cut_like(variant, wanted)), reference, tolerance=tolerance)

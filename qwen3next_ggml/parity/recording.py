@@ -67,7 +67,7 @@ class Recording:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Recording:
         """Read a file that `save` or `write_trace` wrote. Raises StateError for a damaged one, OptionError for any other."""
-        about, arrays = read_arrays(path)
+        about, arrays = read_arrays(path, what="recording or trace")
         if about.get("format") == TRACE:
             return _traced(path, json.loads(about["trace"]), dict(arrays))
         if about.get("kind") != KIND:

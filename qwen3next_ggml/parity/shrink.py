@@ -1,4 +1,4 @@
-"""The first difference of a comparison as one op: what it reads, taken from the reference where that has it, and what it should give (level 11)."""
+"""The first difference of a comparison as one op: what it reads, of the reference where that has it, and what it should give (level 11)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _in_order(rows: np.ndarray, ids: np.ndarray | None, theirs: np.ndarray | Non
 def _note(found: Joined, ours: Recording, theirs: Recording, read: str) -> str:
     value = found.value
     return "\n".join((
-        f"{value.kernel or value.op} behind {value.name} #{value.occurrence}: the first node that differs, in ubatch {found.ubatch} of {len(ours.tokens)} tokens.",
+        f"{value.kernel or value.op} behind {value.name} #{value.occurrence}, the first node that differs; ubatch {found.ubatch}.",
         "",
         f"here       {ours.title}",
         f"reference  {theirs.title}",

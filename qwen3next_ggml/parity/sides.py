@@ -31,8 +31,8 @@ class Run:
     """What one side does: `tokens` but the last in ubatches, the last as a step of its own, so that a state not kept shows.
 
     `kind` is SESSION, LLAMA or FLOAT64; `path` None is the embedded model. `device`, `graph` and `delta_net` are a
-    session's, `ggml` is its provider, or the folder of a llama.cpp build; `patterns` are globs over the names to keep; without `step` the last
-    token goes with the others. `options` are GraphOptions in the place of `graph`, `delta_net` and `flash_attn`.
+    session's, `ggml` is its provider, or the folder of a llama.cpp build; `patterns` are globs over the names to keep;
+    without `step` the last token goes with the others. `options` are GraphOptions in the place of `graph`, `delta_net` and `flash_attn`.
     """
 
     kind: str = SESSION

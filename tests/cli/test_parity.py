@@ -1,16 +1,20 @@
 """`qgraph parity`: what is printed, and the exit code as the answer."""
 
+import importlib.util
 import json
+import pathlib
 import re
 from dataclasses import replace
 
 import pytest
 
 from qwen3next_ggml import parity
+from qwen3next_ggml.cli import parity as cli_parity
 from qwen3next_ggml.graph import delta_net
 from qwen3next_ggml.models import qwen3next
-from qwen3next_ggml.parity import ops
+from qwen3next_ggml.parity import ops, pairs
 from qwen3next_ggml.parity.op_cases import cases
+from tests.kit import run_python
 
 PROMPT = ("-p", "hello world", "-t", 1)
 
@@ -18,8 +22,6 @@ PROMPT = ("-p", "hello world", "-t", 1)
 @pytest.fixture
 def here(monkeypatch):
     """Both sides run in this process, where a bug can be put in."""
-    from qwen3next_ggml.parity import pairs
-
     monkeypatch.setattr(parity, "record_apart", parity.record)
     monkeypatch.setattr(pairs, "record_apart", parity.record)
 
@@ -45,6 +47,9 @@ def test_equal_sides(qgraph, toys, ref):
     assert [line.split()[0] for line in lines[8:12]] == ["0", "1", "2", "3"]
     found = document(result)
     assert found["nodes"] > 200 and found["misses"] == 0 and found["first"] is None and found["worst"] < 1e-6
+    assert [row["layer"] for row in found["layers"]] == [None, 0, 1, 2, 3] and sum(row["nodes"] for row in found["layers"]) == found["nodes"]
+    assert max(row["worst"] for row in found["layers"]) == found["worst"] and all(row["node"] for row in found["layers"])
+    assert (found["only_here"], found["only_there"], found["unlike"]) == ([], [], [])
 
 
 def test_a_difference(qgraph, toys, here, tiled_heads):
@@ -55,7 +60,43 @@ def test_a_difference(qgraph, toys, here, tiled_heads):
     assert re.fullmatch(r"  RESHAPE of REPEAT \[32, 6, \d+\], made by graph/delta_net.py:\d+", lines[5])
     assert lines[6].startswith("    reads ")
     first = document(result)["first"]
-    assert (first["name"], first["kernel"], first["ubatch"]) == ("q_conv_predelta-0", "REPEAT", 0) and first["nmse"] > 1e-3
+    assert (first["name"], first["occurrence"], first["layer"], first["op"], first["kernel"]) == ("q_conv_predelta-0", 0, 0, "RESHAPE", "REPEAT")
+    assert first["ubatch"] == 0 and first["nmse"] > 1e-3 and first["line"].startswith("graph/delta_net.py:") and first["ne"][:2] == [32, 6]
+    assert [list(x) for x in first["inputs"]] == [["name", "ne"]] and first["inputs"][0]["ne"][0] == 32
+
+
+def test_the_op_that_differs_becomes_a_script(qgraph, toys, here, tiled_heads, tmp_path, monkeypatch):
+    import sys
+
+    from qwen3next_ggml.parity.extract import extract
+
+    monkeypatch.setattr(sys.modules["qwen3next_ggml.parity.shrink"], "extract_apart", extract)
+    path = tmp_path / "op.py"
+    how = (toys.t0, *PROMPT, "--ref", "float64", "--graph", "plain", "-fa", "off", "--shrink", path)
+    result = qgraph("parity", *how)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"wrote {path} and {path.with_suffix('.safetensors')}, ") and result.stderr.endswith(f"python {path}\n")
+    text = path.read_text()
+    assert "REPEAT behind q_conv_predelta-0 #0" in text and "y = g.repeat_4d(a, 32, " in text and "g.part(y, " not in text
+    done = run_python(f"exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'), {{'__file__': {str(path)!r}, '__name__': '__main__'}})")
+    assert done.returncode == 1 and done.stdout.startswith("REPEAT [32, ") and done.stderr == ""
+
+
+def test_equal_sides_give_no_script(qgraph, toys, here, tmp_path):
+    result = qgraph("parity", toys.t0, *PROMPT, "--ref", "plain", "--shrink", tmp_path / "op.py")
+    assert (result.exit_code, result.stderr, list(tmp_path.iterdir())) == (0, "no node differs, so there is no op to write\n", [])
+
+
+def test_a_trace_and_a_folder_are_references(qgraph, toys, tmp_path):
+    """The trace takes the prompt as one batch, and the run that is examined then does so too."""
+    path = tmp_path / "t.safetensors"
+    how = ("-p", "hello world", "--graph", "plain", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-t", 1)
+    assert qgraph("trace", toys.t0, *how, "--capture", "*-*", "-o", path).exit_code == 0
+    result = qgraph("parity", toys.t0, *how, "--ref", path, "--json")
+    assert result.exit_code == 0 and "reference  t.safetensors, a trace of toy-" in result.stdout and document(result)["nodes"] > 150
+    folder = pathlib.Path(importlib.util.find_spec("llama_cpp").submodule_search_locations[0]) / "lib"
+    result = qgraph("parity", toys.t0, *how, "--ref", folder)
+    assert result.exit_code == 0 and f"reference  llama.cpp of {folder}, ggml 0.25.3" in result.stdout
 
 
 def test_tolerance_decides(qgraph, toys, here):
@@ -85,6 +126,22 @@ def test_sweep(qgraph, toys, here, tiled_heads):
     assert qgraph("parity", toys.t0, "-p", "abc", "-t", 1, "--ref", "plain", "--sweep").exit_code == 0
 
 
+def test_a_sweep_over_what_is_asked_for(qgraph, toys):
+    """Each libggml in a process of its own; a column for what varies."""
+    result = qgraph("parity", toys.t0, *PROMPT, "--ref", "float64", "-fa", "off", "--sweep", "ggml,graph", "--json")
+    assert result.exit_code == 0
+    lines, rows = result.stdout.splitlines(), document(result)
+    assert lines[0].split() == ["ggml", "graph", "nodes", "worst", "first", "difference"]
+    assert {(row["ggml"], row["graph"]) for row in rows} == {(g, graph) for g in parity.providers() for graph in ("plain", "lean")}
+    assert len(rows) == len(lines) - 2 and all(line.split()[0] in parity.providers() for line in lines[1:-1])
+    worst = {row["ggml"]: row["worst"] for row in rows if row["graph"] == "plain"}
+    assert len(set(worst.values())) > 1, "two libggml that round alike everywhere are one"
+
+
+def test_the_axes_of_the_command_are_those_of_a_sweep():
+    assert cli_parity.AXES == pairs.AXES
+
+
 @pytest.mark.parametrize("factor, code", [(1.0, 0), (1.1, 1)])
 def test_ops(qgraph, monkeypatch, factor, code):
     [case] = [c for c in cases() if c.op == "ssm_conv"][:1]
@@ -104,6 +161,8 @@ def test_ops(qgraph, monkeypatch, factor, code):
 
 @pytest.mark.parametrize("args, said", [
     (("--sweep", "--save", "x"), "exclude each other"), (("--ops", "--sweep"), "exclude each other"), (("-fa", "maybe"), "not one of on, off"),
+    (("--sweep", "--shrink", "x.py"), "exclude each other"), (("-p", "a", "--shrink", "x.txt"), "does not end in .py"),
+    (("-p", "a", "--sweep", "speed"), "'speed' is not one of 'ubatch'"),
     ((), "no prompt"), (("-p", "a", "--tolerance", "small"), "not a valid float"),
 ])  # fmt: skip
 def test_usage_errors(qgraph, args, said):
@@ -111,9 +170,15 @@ def test_usage_errors(qgraph, args, said):
     assert result.exit_code == 2 and said in result.stderr
 
 
-def test_a_device_that_is_not_there(qgraph, toys):
-    result = qgraph("parity", toys.t0, *PROMPT, "--ref", "CUDA7", "--json")
-    assert result.exit_code == 1 and result.stderr.startswith("error: no device CUDA7; ") and result.stdout == ""
+@pytest.mark.parametrize("args, said", [
+    (("--ref", "CUDA7"), "no device CUDA7; ggml provider "), (("--device", "CUDA7"), "no device CUDA7; ggml provider "),
+    (("--ref", "llama.ccp"), "no device llama.ccp; ggml provider "), (("--ref", "none/t.st"), "none/t.st: No such file or directory"),
+    (("--ref", "tests"), "tests has no libllama: "), (("--ref", "README.md"), "README.md is not a recording or trace: it starts with"),
+    (("--ggml", "gmml"), "no ggml provider gmml: "), (("--ref", "CPU", "--ref-ggml", "gmml"), "no ggml provider gmml: "),
+])  # fmt: skip
+def test_what_is_not_there_is_one_line(qgraph, toys, args, said):
+    result = qgraph("parity", toys.t0, *PROMPT, "--ref", "plain", *args, "--json")
+    assert result.exit_code == 1 and result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1 and result.stdout == ""
 
 
 def test_llama_cpp_is_optional(qgraph, toys, monkeypatch):
