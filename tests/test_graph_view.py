@@ -297,6 +297,15 @@ def test_a_drawn_layer_is_in_order(toy, graph, delta_net, n_tokens):
     assert drawn_ids == [f"n{n.id}" for n in view.nodes if n.kind == "kernel"]
 
 
+def test_a_cast_is_drawn(toys):
+    """ggml lists a cast among its own sources, as where it writes."""
+    with qwen3next_ggml.load(toys.t0, n_threads=1) as model, model.session(n_ctx=256, graph="plain", type_k="f32", type_v="f32") as s:
+        layer = s.graph(5).of_layer(3)
+    casts = [node for node in layer.nodes if node.op == "CPY" and node.name.endswith("(copy)")]
+    assert [len(node.sources) for node in casts] == [1, 1] and all(node.id not in node.sources for node in layer.nodes)
+    assert layer.to_svg().count("(copy)") == 2
+
+
 def test_the_text_of_one_layer_names_its_sources(toy):
     text = view_of(toy, lines=True).of_layer(3).to_text().splitlines()
     [line] = [line for line in text if " MUL_MAT " in line and " Kcur-3 " in line]

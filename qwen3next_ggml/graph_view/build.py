@@ -86,7 +86,8 @@ def _read(nodes, devices, made_by, recurrent, mtp: bool, weights) -> tuple[tuple
             shaped[x] = Shaped(x.op, x.type, x.ne, x.view_src is not None)
         return shaped[x]
 
-    sources = [x.src for x in nodes]
+    # a cast names itself as where it writes
+    sources = [[source for source in x.src if source != x] for x in nodes]
     names = [x.name.strip() for x in nodes]
     leaf_names = {s: s.name for mine in sources for s in mine if s not in index}
     refs = [[index.get(s, leaf_names.get(s)) for s in mine] for mine in sources]
