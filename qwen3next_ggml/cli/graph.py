@@ -21,6 +21,7 @@ FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 @layer_parameters[0]
 @layer_parameters[1]
 @option("--layer", type=click.IntRange(min=0), help="this layer alone  [default: the whole model]")
+@click.option("--scope", metavar="NAME", help="this part of the model alone, such as attn, delta-net, router or experts")
 @option("--tokens", "n_tokens", type=click.IntRange(min=1), default=1, help="tokens taken at once: 1 is a decode step")
 @option("-d", "--n-depth", type=click.IntRange(min=0), default=0, help="tokens that are in the context before")
 @click.option("--format", "format_", type=click.Choice(FORMATS), default="text", show_default=True,
@@ -34,7 +35,7 @@ FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 @option("-ctv", "--cache-type-v", "type_v", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_V", help="type of the V cache")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="write to a file instead of stdout")
 @provider_option
-def command(path, geometry, type_, layer_list, skip, layer, format_, stats, output, ggml, **options) -> None:
+def command(path, geometry, type_, layer_list, skip, layer, scope, format_, stats, output, ggml, **options) -> None:
     """Show the graph a model is computed with.
 
     Every node with its op, name, type, shape (in ggml order), device, sources, bytes, FLOPs, part of the model, and the Python line
@@ -52,6 +53,8 @@ def command(path, geometry, type_, layer_list, skip, layer, format_, stats, outp
         if layer not in view.layers:
             raise OptionError(f"layer {layer} has no nodes in this graph, which has layers {view.layers[0]} to {view.layers[-1]}")
         view = view.of_layer(layer)
+    if scope is not None:
+        view = _part(view, scope)
     text = _stats(view, format_) if stats else getattr(view, f"to_{format_}")()
     if output is None:
         emit(text if text.endswith("\n") else text + "\n")
@@ -69,6 +72,13 @@ def _view(path, geometry, type_, ggml, chosen, *, n_tokens, n_depth, mtp, graph,
     with model_of(geometry, type=type_, mtp=mtp, ggml=ggml) if geometry else load(path, ggml=ggml, weights=False, **chosen) as model:
         options = resolve_options(graph, delta_net, flash_attn, model.hparams, model.devices)
         return outline(model, options, n_tokens=n_tokens, n_past=n_depth, type_k=type_k, type_v=type_v, mtp=mtp, lines=True)
+
+
+def _part(view, scope: str):
+    scopes = dict.fromkeys(node.scope for node in view.nodes)
+    if scope not in scopes:
+        raise OptionError(f"no nodes of scope {scope!r} here; there are {', '.join(scopes)}")
+    return view.only({node.id for node in view.nodes if node.scope == scope})
 
 
 def _stats(view, format_: str) -> str:

@@ -115,9 +115,19 @@ def test_a_file_of_80_billion_parameters_lists_in_seconds(qgraph, tmp_path, no_d
     assert listed == output(qgraph("graph", "--geometry", "qwen3-next-80b", "--type", "q4_k"))
 
 
+def test_a_part_of_a_layer(qgraph, toys, no_data):
+    whole, part = (list(csv.DictReader(io.StringIO(output(qgraph("graph", toys.t0, "--layer", 3, *more, "--format", "csv")))))
+                   for more in ((), ("--scope", "attn")))  # fmt: skip
+    assert part == [row for row in whole if row["scope"] == "attn"] and 20 < len(part) < len(whole)
+    svg = output(qgraph("graph", toys.t0, "--layer", 3, "--scope", "attn", "--format", "svg"))
+    assert "attn_gated-3" in svg and "ffn_moe_up-3" not in svg
+
+
 def test_what_cannot_be_shown(qgraph, toys):
     for args, code, words in (
         (("--layer", 4), 1, "error: layer 4 has no nodes in this graph, which has layers 0 to 3\n"),
+        (("--scope", "att"), 1, "error: no nodes of scope 'att' here; there are embd, "),
+        (("--layer", 3, "--scope", "delta-net"), 1, "error: no nodes of scope 'delta-net' here; there are attn, "),
         (("--mtp",), 1, "error: this model has no NextN block\n"),
         (("--geometry", "tiny"), 2, "a model and --geometry were given"),
         (("--stats", "--format", "svg"), 2, "--stats is written as text or json, not as svg"),
