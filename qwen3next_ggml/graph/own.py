@@ -38,6 +38,12 @@ class Graph(ggml.Ops):
         self._arrays[x] = array
         return x
 
+    def mul_mat_id(self, as_: ggml.Tensor, b: ggml.Tensor, ids: ggml.Tensor) -> ggml.Tensor:
+        """As `Ops.mul_mat_id`; raises GraphError for given ids that name an expert twice in a row or one that is not there."""
+        if ids in self._arrays:
+            _check_ids(self._arrays[ids], as_.ne[2])
+        return super().mul_mat_id(as_, b, ids)
+
     def compute(self, *outputs: ggml.Tensor) -> np.ndarray | list[np.ndarray]:
         """Compute `outputs` → their values, one array or a list, axes reversed from ggml order."""
         graph = ggml.Graph(self.context, self._max_nodes)
@@ -63,3 +69,15 @@ class Graph(ggml.Ops):
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _check_ids(ids: np.ndarray, n_expert: int) -> None:
+    outside = ids[(ids < 0) | (ids >= n_expert)]
+    if outside.size:
+        raise GraphError(f"mul_mat_id: expert {outside[0]} is outside 0 … {n_expert - 1}")
+    rows = np.sort(ids.reshape(-1, ids.shape[-1]))
+    # kernels of some backends count on the experts of a token being different ones
+    twice = np.argwhere(rows[:, 1:] == rows[:, :-1])
+    if twice.size:
+        row, place = twice[0]
+        raise GraphError(f"mul_mat_id: token {row} has expert {rows[row, place]} more than once")
