@@ -10,7 +10,7 @@ import qwen3next_ggml as q
 from qwen3next_ggml.array_file import read_arrays
 from qwen3next_ggml.errors import GraphError, StateError
 from qwen3next_ggml.trace import read_trace, write_trace
-from tests.kit import max_abs, reference_of
+from tests.kit import max_abs, reference_of, run_python
 
 TOKENS = np.random.default_rng(3).integers(0, 97, 40).tolist()
 F32 = dict(n_ctx=256, type_k="f32", type_v="f32")
@@ -82,6 +82,36 @@ def test_memory_does_not_grow_with_the_text(model, tmp_path):
     few, many = peak(128), peak(512)
     assert (tmp_path / "t").stat().st_size > 8e6
     assert many < few + 1.5e6
+
+
+RESIDENT = """
+import os, pathlib, re, sys
+import qwen3next_ggml as q
+from qwen3next_ggml.trace import write_trace
+_, model, path, hold = sys.argv
+names = ("l_out-*", "ffn_moe_*", "linear_attn_*", "conv_output_*", "q_conv*", "z-*")
+# getrusage still counts what the parent had when it forked
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) // 1024
+with q.load(model, n_threads=1) as m, m.session(n_ctx=2304, n_ubatch=64) as s:
+    write_trace(s, [1] * 64, path, *names)
+    s.clear()
+    before = peak()
+    if hold == "True":
+        with s.capture(*names):
+            s.decode([1] * 2048, logits="all")
+    else:
+        write_trace(s, [1] * 2048, path, *names)
+    print(peak() - before, os.path.getsize(path) >> 20)
+"""
+
+
+@pytest.mark.parametrize("hold", [False, True], ids=["trace", "capture"])
+def test_what_is_resident_is_a_fraction_of_the_file(toys, tmp_path, hold):
+    """As the system counts it, mapped pages included; a capture of the same values holds them all."""
+    done = run_python(RESIDENT, toys.t0, tmp_path / "t", hold)
+    assert done.returncode == 0, done.stderr
+    grown, size = map(int, done.stdout.split())
+    assert grown > 60 if hold else (grown < 20 and size > 70)
 
 
 def test_what_goes_wrong_leaves_no_file(model, tmp_path):
