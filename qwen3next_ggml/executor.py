@@ -27,7 +27,7 @@ class Built:
     hidden: ggml.Tensor | None = None
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept: Mapping[tuple[str, int], tuple[ggml.Tensor, ggml.Tensor]] = field(default_factory=dict)
-    device_of: Mapping[ggml.Tensor, int] = field(default_factory=dict)
+    device_of: Mapping[ggml.Tensor, ggml.Device] = field(default_factory=dict)
     step: ggml.Step | None = None
 
     @property
@@ -55,14 +55,16 @@ class OneDevice:
     def place(self, built: Built) -> bool:
         """Give `built` its memory; True means the buffer moved and every graph placed before is void."""
         grew = self._allocator.alloc(built.graph)
-        inputs = {name: x for name, x in built.inputs.items() if x.data}
-        built.inputs = inputs
-        built.step = ggml.Step(self.backend, built.graph, list(inputs.values()), built.outputs)
+        built.inputs = {name: x for name, x in built.inputs.items() if x.data}
+        built.step = self._step(built)
         return grew
 
     def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
         """Fill the inputs from `values`, compute, and fetch the outputs into `outs`, arrays with the axes reversed."""
         built.step.run([values[name] for name in built.inputs], list(outs))
+
+    def _step(self, built: Built) -> ggml.Step:
+        return ggml.Step(self.backend, built.graph, list(built.inputs.values()), built.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -74,13 +76,33 @@ class OneDevice:
         self.backend.close()
 
 
+class OneDeviceRenewed(OneDevice):
+    """Run graphs on a device that keeps bindings: the backend starts over whenever another graph comes."""
+
+    _ran: tuple[Built | None, int] = None, 0
+
+    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
+        """Do as OneDevice does."""
+        if self._ran != (built, self.backend.n_starts):
+            self.backend.renew()
+            built.step, self._ran = self._step(built), (built, self.backend.n_starts)
+        super().run(built, values, outs)
+
+
 class ManyDevices:
-    """Run graphs over several backends; every node is pinned to the device of its layer before each split."""
+    """Run graphs over several backends, the CPU's last; every node is pinned to its device before each split.
+
+    Those that keep bindings start over whenever another graph comes.
+    """
 
     keeps_outputs = False
 
     def __init__(self, backends: Sequence[ggml.Backend], graph_size: int):
         self.backends = list(backends)
+        self._backend_of = {backend.device: backend for backend in reversed(backends)}
+        self._renewed = [backend for backend in backends if backend.device.keeps_bindings]
+        self._ran: Built | None = None
+        self._graph_size = graph_size
         self._scheduler = ggml.Scheduler(self.backends, graph_size)
 
     def reserve(self, built: Built) -> None:
@@ -94,6 +116,9 @@ class ManyDevices:
 
     def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
         """Split, place, fill the inputs from `values`, compute, and fetch the outputs into `outs`, axes reversed."""
+        if self._renewed and built is not self._ran:
+            self._renew()
+            self._ran = built
         self._scheduler.reset()
         self._pin(built)
         self._scheduler.alloc(built.graph)
@@ -104,9 +129,15 @@ class ManyDevices:
         for x, out in zip(built.outputs, outs, strict=True):
             out[:] = x.get().reshape(out.shape)
 
+    def _renew(self) -> None:
+        self._scheduler.close()
+        for backend in self._renewed:
+            backend.renew()
+        self._scheduler = ggml.Scheduler(self.backends, self._graph_size)
+
     def _pin(self, built: Built) -> None:
         for node, device in built.device_of.items():
-            self._scheduler.pin(node, self.backends[device])
+            self._scheduler.pin(node, self._backend_of[device])
 
     @property
     def nbytes(self) -> int:
@@ -117,3 +148,18 @@ class ManyDevices:
         self._scheduler.close()
         for backend in self.backends:
             backend.close()
+
+
+def executor(devices: Sequence[ggml.Device], n_threads: int, graph_size: int) -> OneDevice | ManyDevices:
+    """Return what runs graphs of up to `graph_size` nodes over these devices, with as many threads where a device has threads."""
+    if len(devices) > 1:
+        # a scheduler wants the CPU, as the last
+        cpu = [device for device in devices if device.kind == "cpu"] or [ggml.device("CPU")]
+        devices = [device for device in devices if device.kind != "cpu"] + cpu
+    backends = [device.init() for device in devices]
+    for backend in backends:
+        backend.set_n_threads(n_threads)
+    if len(backends) > 1:
+        return ManyDevices(backends, graph_size)
+    [backend] = backends
+    return (OneDeviceRenewed if backend.device.keeps_bindings else OneDevice)(backend)

@@ -1,11 +1,11 @@
 """Build graphs by key and keep the recent ones (level 6)."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from . import ggml
-from .executor import Built, ManyDevices, OneDevice
+from .executor import Built, ManyDevices, executor
 from .graph.builder import GraphBuilder, capture
 from .graph.inputs import Inputs, Sizes
 from .graph.key import GraphKey, node_budget
@@ -26,18 +26,20 @@ class GraphCache:
 
     builder: Callable[..., GraphBuilder] = GraphBuilder
 
-    def __init__(self, model, state: GraphState, options: GraphOptions, worst: Sizes, *, n_threads: int):
+    def __init__(
+        self, model, state: GraphState, options: GraphOptions, worst: Sizes, *, n_threads: int,
+        state_devices: Sequence[ggml.Device] | None = None,
+    ):  # fmt: skip
         self.model = model
         self.state = state
+        self._state_devices = state_devices or model.layer_devices
         self.n_builds = 0
         self.n_changes = 0
         self.before_use: Callable[[], None] = _nothing
         self._graphs: OrderedDict[GraphKey, Built] = OrderedDict()
-        backends = [device.init() for device in model.devices]
-        for backend in backends:
-            backend.set_n_threads(n_threads)
         key = GraphKey(worst, options)
-        self.executor = OneDevice(backends[0]) if len(backends) == 1 else ManyDevices(backends, 2 * self._budget(key))
+        elsewhere = (device for device in dict.fromkeys(self._state_devices) if device not in model.devices)
+        self.executor = executor([*model.devices, *elsewhere], n_threads, 2 * self._budget(key))
         built = self.build(key)
         self.executor.reserve(built)
         built.close()
@@ -72,15 +74,24 @@ class GraphCache:
         emit = arch.build_arch_graph_mtp if key.mtp else arch.build_arch_graph
         logits = emit(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.state)
         hidden = g.outputs.get("h_nextn")
-        layer_of = g.node_layers() if len(self.model.devices) > 1 else {}
+        device_of = self._places(g) if isinstance(self.executor, ManyDevices) else {}
         kept = {}
         if key.captures:
             graph, kept = capture(g, graph, lambda name: any(fnmatchcase(name, p) for p in key.captures))
         for x in (logits, hidden):
             if x is not None:
                 g.set_output(x)
-        device_of = {x: self.model.device_index(il) for x, il in layer_of.items()}
         return Built(ctx, graph, g.inputs, logits, hidden, g.constants, kept, device_of)
+
+    def _places(self, g: GraphBuilder) -> dict[ggml.Tensor, ggml.Device]:
+        """Return the device of every node: of a view where that lies, else where the state is that it touches, else its layer's."""
+        held = {x: self._state_devices[il] for il, layer in self.state.kv.items() for x in (layer.k, layer.v)}
+        held |= {state.all: self._state_devices[il] for (il, _), state in self.state.recurrent.items()}
+        places: dict[ggml.Tensor, ggml.Device] = {}
+        for node, il in g.node_layers().items():
+            touched = (held.get(x.view_src or x) for x in (node, *node.src))
+            places[node] = places.get(node.view_src) or next(filter(None, touched), self.model.layer_devices[il])
+        return places
 
     def drop(self, doomed: Callable[[GraphKey], bool]) -> None:
         """Free the graphs whose key is `doomed`."""

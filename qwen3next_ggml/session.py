@@ -10,6 +10,7 @@ from math import isfinite
 
 import numpy as np
 
+from . import ggml
 from .batch import UBatch, check_tokens, one_token, split_equal
 from .drafter import Drafter, check_head
 from .errors import NonFinite, OptionError, StateError
@@ -35,7 +36,8 @@ class Session:
     older states are kept per sequence, so that `rewind` by as many tokens costs nothing; every `checkpoint_every`
     tokens (0 = never) the recurrent states are copied to the host, `checkpoint_mib` at most, oldest dropped first.
     `mtp` keeps what the NextN head needs, so that `drafter` can guess tokens. `graph` is "auto", "plain" (llama.cpp's
-    own graph), "lean" or a GraphOptions. Raises OptionError for a value that means nothing, BackendError when the state
+    own graph), "lean" or a GraphOptions. `kv_device` is where K, V and recurrent states are kept, and what reads or writes
+    them is computed; None is each layer's own device. Raises OptionError for a value that means nothing, BackendError when the state
     does not fit in memory, UnsupportedModelError for `mtp` and a file without a NextN head.
     """
 
@@ -43,7 +45,7 @@ class Session:
         self, model, *, n_ctx: int = 4096, n_seq_max: int = 1, n_ubatch: int = 512, type_k: str = "f16",
         type_v: str = "f16", flash_attn: bool | str = "auto", n_rollback: int = 0, checkpoint_every: int = 0,
         checkpoint_mib: int = 1024, mtp: bool = False, delta_net: str = "auto", graph: str | GraphOptions = "auto",
-        n_threads: int | None = None,
+        kv_device: str | None = None, n_threads: int | None = None,
     ):  # fmt: skip
         _check_sizes(n_ctx=(n_ctx, 0), n_seq_max=(n_seq_max, 1), n_ubatch=(n_ubatch, 1), n_rollback=(n_rollback, 0),
                      checkpoint_every=(checkpoint_every, 0), checkpoint_mib=(checkpoint_mib, 0))  # fmt: skip
@@ -57,14 +59,16 @@ class Session:
         self.n_seq_max = n_seq_max
         self.n_ubatch = min(n_ubatch, self.n_ctx)
         self.checkpoint_every = checkpoint_every
-        self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, model.devices)
+        state_devices = model.layer_devices if kv_device is None else [ggml.device(kv_device)] * len(model.layer_devices)
+        devices = list(dict.fromkeys([*model.devices, *state_devices]))
+        self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, devices)
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
         # the most a ubatch can have: the first of them as early as can be
         marks = tuple(range(1, n_tokens, checkpoint_every)) if checkpoint_every else ()
         specs = model.arch.state_specs(hp, mtp=True) if mtp else model.arch.state_specs(hp)
         self.memory = HybridMemory(
-            specs, model.layer_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
+            specs, state_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
             type_k=type_k, type_v=type_v, flash_attn=self.options.flash_attn, n_rollback=n_rollback,
             n_staging=len(marks),
         )  # fmt: skip
@@ -74,7 +78,8 @@ class Session:
         self.last_reuse = ""
         keep = self.memory.recurrent.keep(n_tokens, marks)
         worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
-        self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads)
+        self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads,
+                                 state_devices=state_devices)  # fmt: skip
         self.graphs.before_use = self.history.settle
         everyday = GraphKey(Sizes(1, 1, 1, N_PAD, None if n_rollback else 0, hidden=mtp), self.options)
         self.probes = Probes(self.graphs, everyday)

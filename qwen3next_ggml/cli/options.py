@@ -202,6 +202,7 @@ class SessionOptions:
     type_k: str
     type_v: str
     flash_attn: str
+    kv_offload: bool
     graph: str
     delta_net: str
 
@@ -211,13 +212,15 @@ class SessionOptions:
 
     def resume(self, model, saved, **more):
         """Return the Session of a SessionFile, with the options it had but for those that were given."""
-        changes = {name: value for name, value in self._settings().items() if given(name) or name == "n_ubatch" and given("n_batch")}
+        said_as = {"n_ubatch": ("n_ubatch", "n_batch"), "kv_device": ("kv_offload",)}
+        changes = {name: value for name, value in self._settings().items() if any(map(given, said_as.get(name, (name,))))}
         return model.load_session(saved, **changes | more)
 
     def _settings(self) -> dict:
         return dict(
             n_ctx=self.n_ctx, n_ubatch=min(self.n_batch, self.n_ubatch), n_threads=self.n_threads, type_k=self.type_k,
-            type_v=self.type_v, flash_attn=self.flash_attn, graph=self.graph, delta_net=self.delta_net,
+            type_v=self.type_v, flash_attn=self.flash_attn, kv_device=None if self.kv_offload else "CPU", graph=self.graph,
+            delta_net=self.delta_net,
         )  # fmt: skip
 
 
@@ -245,6 +248,9 @@ def sized_session_options(*, n_ctx: int) -> Callable:
                help="type of the V cache"),
         option("-fa", "--flash-attn", "flash_attn", type=Switch(), default="auto", metavar="on|off|auto", env="FLASH_ATTN",
                help="flash attention"),
+        option("--kv-offload/--no-kv-offload", "-kvo/-nkvo", default=True, env="KV_OFFLOAD",
+               help="keep K, V and recurrent states with their layers, or on the CPU, which then computes what reads and writes them"
+                    "  [default: with the layers]"),
         *graph_parameters,
     )  # fmt: skip
 

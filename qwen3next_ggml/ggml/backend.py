@@ -32,17 +32,22 @@ def _let_python_run() -> int:
 class Backend(Owned):
     """Computes graphs on one device, one at a time."""
 
-    __slots__ = ("_p", "_stop", "device", "interruptible", "name")
+    __slots__ = ("_p", "_stop", "device", "interruptible", "n_starts", "name")
 
     def __init__(self, device: Device):
         self.device = device
-        self._p = lib.ggml_backend_dev_init(device._p, _NULL)
-        if not self._p:
-            raise BackendError(f"device {device.name} cannot be used: its driver refused")
+        self.n_starts = 0
+        self._start()
         self.name = ffi.string(lib.ggml_backend_name(self._p)).decode()
+
+    def _start(self) -> None:
+        self._p = lib.ggml_backend_dev_init(self.device._p, _NULL)
+        if not self._p:
+            raise BackendError(f"device {self.device.name} cannot be used: its driver refused")
         self._stop = ffi.new("struct q_stop *")
         self.interruptible = lib.q_install_stop(self._p, self._stop)
         self._own(_free_backend, self._p, self._stop)
+        self.n_starts += 1
 
     def __repr__(self) -> str:
         return f"Backend({self.name})"
@@ -63,6 +68,14 @@ class Backend(Owned):
         Raises GraphError when a node cannot run, Aborted when stopped, BackendError when it failed, or what a signal handler raised.
         """
         compute(self, graph)
+
+    def renew(self) -> None:
+        """Start over natively, so that the driver knows no earlier graph; a Step or Scheduler made before must be made again.
+
+        For devices that keep bindings, between two different graphs; costs microseconds. `n_starts` counts.
+        """
+        self.close()
+        self._start()
 
     def synchronize(self) -> None:
         """Wait until everything queued has run."""

@@ -13,7 +13,7 @@ _NULL = ffi.NULL
 class Graph:
     """A ggml_cgraph of up to `size` nodes inside a context: nodes in the order they were expanded, and every operand before its user."""
 
-    __slots__ = ("_p", "_sources", "context")
+    __slots__ = ("_order", "_p", "_sources", "context")
 
     def __init__(self, context: Context, size: int):
         self._p = lib.q_new_graph(context._p, size)
@@ -64,9 +64,13 @@ class Graph:
             raise GraphError(f"{self.context.handle(node)!r} cannot run: {failure()}")
 
     def restore_sources(self) -> None:
-        """Put back the operands as they were when this was first called, before a scheduler redirected them."""
+        """Put back nodes and operands as they were when this was first called, before a scheduler redirected them."""
+        nodes, n_nodes = lib.ggml_graph_nodes(self._p), self.n_nodes
         if self._sources is None:
-            self._sources = ffi.new("ggml_tensor *[]", 10 * self.n_nodes + 1)
+            self._sources = ffi.new("ggml_tensor *[]", 10 * n_nodes + 1)
             lib.q_save_sources(self._p, self._sources)
+            self._order = ffi.unpack(nodes, n_nodes)
         else:
+            # a backend may put the nodes of its pieces into another order: Vulkan does
+            nodes[0:n_nodes] = self._order
             lib.q_restore_sources(self._p, self._sources)

@@ -60,6 +60,12 @@ class Device:
         lib.ggml_backend_dev_get_props(self._p, props)
         return bool(props.buffer_from_host_ptr)
 
+    @property
+    def keeps_bindings(self) -> bool:
+        """Whether the driver goes through bindings of earlier graphs, whose buffers may be gone, and crashes: see `Backend.renew`."""
+        # Mesa's software Vulkan looks at every binding of a set, whether the shader uses it or not
+        return "llvmpipe" in self.description
+
     def memory(self) -> tuple[int, int]:
         """Return free and total memory in bytes."""
         both = ffi.new("size_t[2]")

@@ -31,6 +31,9 @@ class Excerpt:
 
     def run(self, node: Tensor) -> None:
         """Compute `node` from what its operands hold. Raises what `Backend.compute` raises."""
+        if self._backend.device.keeps_bindings:
+            self._backend.renew()
+            self._step.backend, _, self._step.stop = self._backend.native()
         self._slot[0] = node._p
         backends.run(self._step, self._backend.name)
 

@@ -50,6 +50,8 @@ class Graph(ggml.Ops):
         for x in outputs:
             self.set_output(x)
             graph.expand(x)
+        if self._backend.device.keeps_bindings:
+            self._backend.renew()
         with ggml.GraphAllocator([self._backend.device.buffer_type()]) as allocator:
             allocator.alloc(graph)
             for x, array in self._arrays.items():

@@ -51,6 +51,17 @@ def test_defaults_are_llama_cpps(qgraph, handed):
     }  # fmt: skip
 
 
+def test_where_the_state_is_kept(qgraph, handed, tmp_path):
+    saved = tmp_path / "s.qstate"
+    for flags, device in (((), None), (("-kvo",), None), (("-nkvo",), "CPU"), (("--no-kv-offload", "--session", saved), "CPU")):
+        assert qgraph("run", "-n", 1, *flags).exit_code == 0
+        assert handed["kv_device"] == device
+    # a saved session stays where it was unless told otherwise
+    for flags, device in (((), "CPU"), (("-kvo",), None)):
+        qgraph("run", "-n", 1, "--session", saved, *flags)
+        assert handed["kv_device"] == device
+
+
 def test_every_sampling_option_acts(qgraph, handed):
     for flag, (name, value) in SAMPLING.items():
         assert qgraph("run", "-n", 1, flag, value).exit_code == 0

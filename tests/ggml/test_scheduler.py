@@ -6,6 +6,7 @@ import pytest
 from qwen3next_ggml import ggml
 from qwen3next_ggml.errors import BackendError, GraphError
 from qwen3next_ggml.ggml import types
+from qwen3next_ggml.ggml._native import lib
 
 
 @pytest.fixture
@@ -77,6 +78,21 @@ def test_sources_that_a_split_redirected_come_back(weight, scheduler):
     assert product.src == [weight, copy]
     scheduler.alloc(graph)
     assert product.src == [weight, x]
+
+
+def test_an_order_that_a_backend_changed_comes_back(weight, scheduler, rng):
+    """Vulkan moves nodes within its piece of a graph; operands put back by place would then be other nodes' operands."""
+    graph, x, y, _ = model(weight, 3)
+    scheduler.alloc(graph)
+    order, nodes = graph.nodes, lib.ggml_graph_nodes(graph._p)
+    nodes[0], nodes[1] = nodes[1], nodes[0]
+    assert graph.nodes != order
+    scheduler.alloc(graph)
+    assert graph.nodes == order
+    values = rng.standard_normal((3, 8)).astype(np.float32)
+    x.set(values)
+    scheduler.compute(graph)
+    assert np.allclose(y.get(), expected(weight, values), atol=1e-5)
 
 
 def test_a_step_over_a_scheduler(scheduler, weight, rng):
