@@ -5,6 +5,7 @@ Both know how to take tokens and say how long that took; they know nothing of ro
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,9 @@ import numpy as np
 class EngineConfig:
     """What one side is asked to do.
 
-    `repack` (ours also takes "auto" and kinds of weights), `use_mmap` and `huge_malloc` are its load policy; `tiled` switches
-    ggml's tiled kernels, where it has them; `provider`, `graph` are ours alone, `kv_unified` llama.cpp's.
+    `repack` and `use_mmap` (ours also take "auto", and kinds of weights to repack) and `huge_malloc` are its load policy; `tiled`
+    switches ggml's tiled kernels, where it has them; `provider`, `graph` are ours alone, `kv_unified` llama.cpp's. `cpu_clock`
+    counts the process's CPU time instead of the wall clock's, which only one thread can be measured by.
     """
 
     model: str
@@ -25,13 +27,18 @@ class EngineConfig:
     n_threads: int = 2
     flash_attn: bool = True
     repack: bool | str = "auto"
-    use_mmap: bool = True
+    use_mmap: bool | str = "auto"
     huge_malloc: bool = False
     tiled: bool = True
     type_kv: str = "f16"
     kv_unified: bool = True
     provider: str = "llama_cpp"
     graph: str = "auto"
+    cpu_clock: bool = False
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.process_time if self.cpu_clock else time.perf_counter
 
     @property
     def env(self) -> dict[str, str]:
@@ -43,7 +50,7 @@ class EngineConfig:
     def policy(self) -> str:
         """How the weights came into memory, and what differs from llama.cpp's defaults, in a few words."""
         repack = self.repack if isinstance(self.repack, str) else "all" if self.repack else "none"
-        words = [f"repack {repack}", "mapped" if self.use_mmap else "copied"]
+        words = [f"repack {repack}", {"auto": "map auto", True: "mapped", False: "copied"}[self.use_mmap]]
         words += ["huge malloc"] if self.huge_malloc else []
         words += [] if self.tiled else ["not tiled"]
         words += [] if self.flash_attn else ["no flash attention"]
@@ -63,9 +70,9 @@ class LlamaEngine:
         self.llama = Llama(config.model, LlamaOptions(
             n_ctx=config.n_ctx, n_batch=self.CHUNK, n_ubatch=config.n_ubatch, n_threads=config.n_threads, n_seq_max=config.n_seq_max,
             flash_attn=config.flash_attn, type_k=config.type_kv, type_v=config.type_kv, kv_unified=config.kv_unified,
-            use_mmap=config.use_mmap, repack=bool(config.repack)))  # fmt: skip
+            use_mmap=bool(config.use_mmap), repack=bool(config.repack)))  # fmt: skip
         self.name = f"llama.cpp, ggml {self.llama.ggml_version}"
-        self.n_vocab = self.llama.n_vocab
+        self.clock, self.n_vocab = config.clock, self.llama.n_vocab
         self.n_past = [0] * config.n_seq_max
 
     def clear(self) -> None:
@@ -80,9 +87,9 @@ class LlamaEngine:
             wanted = len(tokens) - 1 - start
             self.llama.fill([(token, self.n_past[0] + i, 0, i == wanted) for i, token in enumerate(chunk)])
             self.n_past[0] += len(chunk)
-            began = time.perf_counter()
+            began = self.clock()
             self.llama.compute()
-            seconds += time.perf_counter() - began
+            seconds += self.clock() - began
         return self.llama.last_row(), seconds
 
     def decode_batch(self, tokens) -> tuple[np.ndarray, float]:
@@ -92,9 +99,9 @@ class LlamaEngine:
         ])  # fmt: skip
         for seq, mine in enumerate(tokens):
             self.n_past[seq] += len(mine)
-        began = time.perf_counter()
+        began = self.clock()
         self.llama.compute()
-        seconds = time.perf_counter() - began
+        seconds = self.clock() - began
         rows = self.llama.api.llama_get_logits(self.llama.context)
         return np.ctypeslib.as_array(rows, (len(tokens), self.n_vocab)), seconds
 
@@ -123,7 +130,7 @@ class OurEngine:
         self.model = qwen3next_ggml.load(
             config.model, ggml=config.provider, n_threads=config.n_threads, repack=config.repack, mmap=config.use_mmap
         )
-        self.n_vocab, self.n_seq = self.model.hparams.n_vocab, config.n_seq_max
+        self.clock, self.n_vocab, self.n_seq = config.clock, self.model.hparams.n_vocab, config.n_seq_max
         self.session = self.model.session(
             n_ctx=config.n_ctx, n_ubatch=config.n_ubatch, n_seq_max=config.n_seq_max, flash_attn=config.flash_attn,
             type_k=config.type_kv, type_v=config.type_kv, graph=graph_options(config, self.model),
@@ -136,15 +143,15 @@ class OurEngine:
 
     def decode(self, tokens) -> tuple[np.ndarray, float]:
         """Append tokens to sequence 0 → the last one's logits [n_vocab], seconds."""
-        began = time.perf_counter()
+        began = self.clock()
         logits = self.session.decode(tokens, seq=0, logits="last")
-        return logits[0], time.perf_counter() - began
+        return logits[0], self.clock() - began
 
     def decode_batch(self, tokens) -> tuple[np.ndarray, float]:
         """Append a list of tokens to each sequence → the last logits of each [n_seq, n_vocab], seconds."""
-        began = time.perf_counter()
+        began = self.clock()
         logits = self.session.decode_batch(dict(enumerate(tokens)), logits="last")
-        seconds = time.perf_counter() - began
+        seconds = self.clock() - began
         return np.concatenate([logits[seq] for seq in range(len(tokens))]), seconds
 
     def save(self, path) -> None:

@@ -24,18 +24,15 @@ OURS = "ours"
 
 @dataclass
 class Side:
-    """One engine in one configuration; `against` names it, `seconds` are its runs in the order of the rounds."""
+    """One engine, OURS or "llama.cpp", in one configuration; `against` names it, `seconds` are its runs in the order of the rounds."""
 
     against: str
     config: EngineConfig
+    engine: str = "llama.cpp"
     name: str = ""
     seconds: list[float] = field(default_factory=list)
     load_seconds: float = 0.0
     memory: dict = field(default_factory=dict)
-
-    @property
-    def engine(self) -> str:
-        return OURS if self.against == OURS else "llama.cpp"
 
     def report(self, row: Row, nbytes: int | None) -> dict:
         seconds = statistics.median(self.seconds)

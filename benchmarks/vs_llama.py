@@ -48,14 +48,17 @@ def parse_args(argv):
     add("-ub", "--ubatch-size", type=int, default=512, help="tokens computed at once (512)")
     add("-fa", "--flash-attn", type=int, choices=(0, 1), default=1, help="flash attention (1)")
     add("--repack", default="auto", help="our load policy: auto, 0, 1, or kinds such as dense+head (auto)")
-    add("--mmap", type=int, choices=(0, 1), default=1, help="map weights (1), or copy them into huge pages (0)")
+    add("--mmap", choices=("auto", "0", "1"), default="auto", help="map weights (1), copy them into huge pages (0), or copy small files")
     add("--provider", help="our libggml: llama_cpp (llama.cpp's own) or ggml_python (the row's; llama_cpp)")
     add("--graph", default="auto", help="our graph: auto, plain (llama.cpp's own), lean, or with changes: lean,prune_last=0 (auto)")
+    add("--cpu-clock", action="store_true", help="count CPU time, on a machine that is not quiet; needs -t 1, and rows other than starts")
     add("--search", action="store_true", help="look for llama.cpp's best configurations anew")
     add("--fresh-pages", action="store_true", help="drop the file from the page cache first, so that it is read into huge pages")
     args = parser.parse_args(argv)
     if args.rounds < 1 or not (args.rows or args.n_prompt or args.n_gen or (args.n_prompt, args.n_gen) == (None, None)):
         parser.error("nothing to measure: expected -r of at least 1 and a length in -p or -n")
+    if args.cpu_clock and args.threads > 1:
+        parser.error(f"--cpu-clock adds up the time of {args.threads} threads, those that wait included: expected -t 1")
     return args
 
 
@@ -71,10 +74,11 @@ def wanted_rows(args) -> list[Row]:
 
 
 def our_config(row: Row, args, path: Path) -> EngineConfig:
-    repack = {"0": False, "1": True}.get(args.repack, args.repack)
+    said = {"0": False, "1": True}
     return EngineConfig(
-        model=str(path), n_ctx=row.n_ctx, n_ubatch=args.ubatch_size, n_seq_max=row.n_seq, n_threads=args.threads, repack=repack,
-        flash_attn=bool(args.flash_attn), use_mmap=bool(args.mmap), provider=args.provider or row.provider, graph=args.graph,
+        model=str(path), n_ctx=row.n_ctx, n_ubatch=args.ubatch_size, n_seq_max=row.n_seq, n_threads=args.threads, repack=said.get(args.repack, args.repack),
+        flash_attn=bool(args.flash_attn), use_mmap=said.get(args.mmap, args.mmap), provider=args.provider or row.provider,
+        graph=args.graph, cpu_clock=args.cpu_clock,
     )  # fmt: skip
 
 
@@ -95,12 +99,12 @@ def run_row(row: Row, args) -> dict:
     machine.warm(path)
     ours = our_config(row, args, path)
     work = {"state_path": state_path(args.cache, row, ours)} if row.kind == "deep" else {}
-    sides, searched = [Side(OURS, ours)], {}
+    sides, searched = [Side(OURS, ours, OURS)], {}
     for name in args.against or row.targets:
         if name == "best":
             config, searched[name] = best_config(row, ours, args.cache, again=args.search, say=progress, **work)
         else:
-            same = replace(ours, repack=ours.repack is True)
+            same = replace(ours, repack=ours.repack is True, use_mmap=ours.use_mmap is not False)
             config = default_config(ours) if name == "default" else same
         sides.append(Side(name, config))
     return measure(row, sides, rounds=args.rounds, say=progress, work_options=work) | {"searched": searched}
@@ -120,7 +124,8 @@ def main(argv=None) -> int:
     print()
     print(report.sides(results))
     about = machine.about()
-    print(f"{about['cpu']}, {args.threads} threads, medians of {2 * args.rounds} pairs; {report.quiet(results)}")
+    clock = ", CPU time" if args.cpu_clock else ""
+    print(f"{about['cpu']}, {args.threads} threads{clock}, medians of {2 * args.rounds} pairs; {report.quiet(results)}")
     print(dumps({"machine": about, "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": results}))
     return int(any(result["refused"] for result in results))
 

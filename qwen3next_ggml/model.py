@@ -30,7 +30,7 @@ def embedded_model() -> Path:
 
 def load(
     path: str | os.PathLike | None = None, *, device: str | Sequence[str] = "CPU", n_threads: int | None = None,
-    ggml: str | None = None, load_mtp: bool = True, weights: bool = True, repack: bool | str = "auto", mmap: bool = True,
+    ggml: str | None = None, load_mtp: bool = True, weights: bool = True, repack: bool | str = "auto", mmap: bool | str = "auto",
     layers: Sequence[int] | None = None, skip: Sequence[int] = (),
 ) -> "Model":  # fmt: skip
     """Load a GGUF file (any shard of a set; no path: the embedded model).
@@ -38,7 +38,7 @@ def load(
     `device` is a ggml device name or a list over which layers are spread evenly; `ggml` selects the provider;
     `repack` rewrites matrices for the CPU's own kernels, which costs time and a copy: True, False, "auto" (where it was measured
     to pay) or kinds such as "dense+head"; `mmap=False` copies the others into memory, in huge pages where the system has
-    them; `weights=False` reads metadata only.
+    them, "auto" does so for small files; `weights=False` reads metadata only.
     `layers` lists the layers to run in order, `skip` those to leave out, both by their numbers in the file: the model's layers
     are then numbered anew, a repeated one has a state of its own, and there is no NextN block.
     Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.
@@ -57,7 +57,7 @@ def load(
         table = TensorTable()
         chosen = chosen_layers(hp, layers, skip)
         arch.load_arch_tensors(table, hp, load_mtp=load_mtp and chosen is None)
-        n_threads = n_threads or available_cpus()
+        n_threads, repack = n_threads or available_cpus(), repack if weights else False
         loaded = load_weights(file, table, devices, repack=repack, mmap=mmap, data=weights, n_threads=n_threads)
     except BaseException:
         file.close()

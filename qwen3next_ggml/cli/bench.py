@@ -57,12 +57,14 @@ class Varied:
         return [name for name, values in asdict(self).items() if name == "n_threads" or len(values) > 1]
 
 
+MMAP = {"auto": "auto", "mmap": True, "none": False}
 CACHE_TYPE = Listed(click.Choice(CACHE_TYPES))
 
 varied_options = grouped(
     "varied", Varied,
-    several("-lm", "--load-mode", "load_mode", type=Listed(click.Choice(("mmap", "none"))), default="mmap",
-            help="mmap: leave weights in the mapped file; none: copy them, into huge pages where the system has them"),
+    several("-lm", "--load-mode", "load_mode", type=Listed(click.Choice(tuple(MMAP))), default="auto",
+            help="mmap: leave weights in the mapped file; none: copy them, into huge pages where the system has them; "
+                 "auto: copy small files"),
     several("--repack", "repack", type=Listed(Repack()), default="auto", metavar="0|1|auto,…",
             help="rewrite matrices for the CPU's own kernels; auto: where it was measured to pay"),
     several("-t", "--threads", "n_threads", type=Ranges(1), env="THREADS", help="CPU threads  [default: physical cores]"),
@@ -115,7 +117,7 @@ def measure(model, tests: list[Test], combinations: list[dict], repetitions: int
     rng = np.random.default_rng(1)
     with progress("bench", len(combinations) * len(tests) * repetitions) as advance:
         for (load_mode, repack), settings in itertools.groupby(combinations, key=lambda c: (c["load_mode"], c["repack"])):
-            with model.load(repack=repack, mmap=load_mode == "mmap") as loaded:
+            with model.load(repack=repack, mmap=MMAP[load_mode]) as loaded:
                 for setting, test in itertools.product(list(settings), tests):
                     tokens = rng.integers(loaded.hparams.n_vocab, size=test.n_depth + test.n_prompt + test.n_gen)
                     time.sleep(delay)

@@ -136,7 +136,7 @@ class ModelOptions:
     skip: tuple[int, ...] | None
     ggml: str | None
     repack: bool | None = None
-    mmap: bool = True
+    mmap: bool | None = None
 
     def load(self, **changes):
         """Return the loaded Model; `changes` are options of `load` that a command sets itself."""
@@ -148,7 +148,7 @@ class ModelOptions:
         if self.device == "auto":
             note(f"device: {', '.join(names)}")
         where = dict(device=names, layers=self.layer_list, skip=self.skip or ())
-        how = dict(repack="auto" if self.repack is None else self.repack, mmap=self.mmap)
+        how = {name: "auto" if value is None else value for name, value in (("repack", self.repack), ("mmap", self.mmap))}
         return load(self.path, **where | how | changes)
 
 
@@ -182,8 +182,9 @@ model_options = grouped(
     "model", _model, *path_parameters, *device_parameters, *layer_parameters,
     option("--repack/--no-repack", " /-nr", default=None, env="REPACK",
            help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy  [default: where it was measured to pay]"),
-    option("--mmap/--no-mmap", default=True, env="MMAP",
-           help="leave weights in the mapped file, or copy them into memory, in huge pages where the system has them  [default: mapped]"),
+    option("--mmap/--no-mmap", default=None, env="MMAP",
+           help="leave weights in the mapped file, or copy them into memory, in huge pages where the system has them  "
+                "[default: copy small files]"),
     provider_option,
 )  # fmt: skip
 

@@ -231,6 +231,7 @@ class Tensor:
         if self.nelements == 0:
             return np.empty(shape, _NUMPY.get(kind.name, np.float32))
         self._check_range("get", 0, self.nbytes)
+        self._check_readable("get")
         raw = np.empty(self.nbytes, np.uint8)
         lib.ggml_backend_tensor_get(self._p, ffi.from_buffer(raw), 0, raw.nbytes)
         if kind.name in _NUMPY:
@@ -238,6 +239,14 @@ class Tensor:
             array = np.ndarray(shape, _NUMPY[kind.name], raw, strides=strides)
             return np.ascontiguousarray(array, np.float32 if kind.name == "f16" else None)
         return self._get_rows(raw, shape)
+
+    def _check_readable(self, what: str) -> None:
+        """Refuse data that lies in a layout of the CPU's own kernels: ggml has no way back and calls a null pointer."""
+        p = self._p.view_src or self._p
+        if p.extra and p.buffer:
+            memory = ffi.string(lib.ggml_backend_buft_name(lib.ggml_backend_buffer_get_type(p.buffer))).decode()
+            if memory.startswith("CPU_"):
+                raise BackendError(f"{what} {self!r}: it was repacked as {memory} and cannot be read back; load with repack=False")
 
     def _get_rows(self, raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         kind, nb = self.type, self.nb
@@ -252,6 +261,7 @@ class Tensor:
         self._check_open("raw")
         size = self.nbytes - offset if size is None else size
         self._check_range("raw", offset, size)
+        self._check_readable("raw")
         out = np.empty(size, np.uint8)
         if size:
             lib.ggml_backend_tensor_get(self._p, ffi.from_buffer(out), offset, size)

@@ -6,27 +6,37 @@ Knows what was measured of ggml's versions and what a weight is used for; knows 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..errors import OptionError
 from .table import Decl
 
 KINDS = ("dense", "head", "expert")
+# what is copied in a moment; a copy lies in huge pages, which a mapped file has only by luck
+SMALL = 256 << 20
 _HEADS = ("output", "nextn_shared_head_head")
+# what ggml's tiled kernels for x86 compute, from this version on; they pass by weights that are repacked
+TILED_SINCE, TILED_ON = (0, 25), ("AVX", "AVX2", "AVX512")
+TILED = frozenset("q2_k q3_k q4_k q5_k q6_k iq1_s iq1_m iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq4_xs".split())
 
 
 @dataclass(frozen=True)
 class LoadPolicy:
-    """`repack`: kinds of products whose weights are rewritten. `mmap`: others stay mapped. `huge`: ask for huge pages."""
+    """`repack`: kinds of products whose weights are rewritten, unless of a type in `spared`. `mmap`: others stay mapped.
+
+    `huge`: ask for huge pages. `why`: the reasons of what was chosen here and not by the caller.
+    """
 
     repack: frozenset[str]
     mmap: bool
     huge: bool
     why: str
+    spared: frozenset[str] = frozenset()
 
-    def repacks(self, decl: Decl) -> bool:
-        """Say whether a weight is to be rewritten, where its type and the device allow it."""
-        return kind_of(decl) in self.repack
+    def repacks(self, decl: Decl, type_name: str) -> bool:
+        """Say whether a weight is to be rewritten, where the device has a layout for its type."""
+        return kind_of(decl) in self.repack and type_name not in self.spared
 
 
 def kind_of(decl: Decl) -> str | None:
@@ -36,27 +46,40 @@ def kind_of(decl: Decl) -> str | None:
     return "expert" if decl.op == "mul_mat_id" else None
 
 
-def choose_policy(version: str, nbytes: int, *, repack: bool | str, mmap: bool) -> LoadPolicy:
-    """Return the policy for a file of `nbytes` over this version of ggml.
+def choose_policy(version: str, features: Collection[str], nbytes: int, *, repack: bool | str, mmap: bool | str) -> LoadPolicy:
+    """Return the policy for a file of `nbytes` over this version of ggml and these features of the CPU.
 
-    repack: True, False, kinds joined by "+" such as "dense+head", or "auto", which goes by what was measured.
-    Raises OptionError for anything else.
+    repack: True, False, kinds joined by "+" such as "dense+head", or "auto", which goes by what was measured. mmap: True, False,
+    or "auto": files of more than SMALL bytes are mapped. Raises OptionError for anything else.
     """
-    huge = nbytes <= _memory()
+    if mmap not in (True, False, "auto"):
+        raise OptionError(f"mmap is {mmap!r}, expected True, False or 'auto'")
+    why, mapped = [], mmap is True
+    if mmap == "auto":
+        mapped = nbytes > SMALL
+        why.append("mapped: ready at once, and shared" if mapped else f"copied: below {SMALL >> 20} MiB huge pages are worth the copy")
+    spared = frozenset()
     if repack == "auto":
-        kinds, why = _measured(version)
-        return LoadPolicy(kinds, mmap, huge, f"repack auto: {why}")
-    if isinstance(repack, bool):
-        return LoadPolicy(frozenset(KINDS if repack else ()), mmap, huge, "")
-    named = repack.split("+") if isinstance(repack, str) else []
-    if not named or not set(named) <= set(KINDS):
-        raise OptionError(f"repack is {repack!r}, expected True, False, 'auto' or kinds of {'+'.join(KINDS)}")
-    return LoadPolicy(frozenset(named), mmap, huge, "")
+        kinds, spared, reason = _measured(version, features)
+        why.append(reason)
+    elif isinstance(repack, bool):
+        kinds = frozenset(KINDS if repack else ())
+    else:
+        kinds = frozenset(repack.split("+") if isinstance(repack, str) else ())
+        if not kinds or not kinds <= set(KINDS):
+            raise OptionError(f"repack is {repack!r}, expected True, False, 'auto' or kinds of {'+'.join(KINDS)}")
+    return LoadPolicy(kinds, mapped, nbytes <= _memory(), "; ".join(why), spared)
 
 
-def _measured(version: str) -> tuple[frozenset[str], str]:
-    """Return what pays on a CPU, and why; docs/log.md has the figures."""
-    return frozenset(), ""
+def _measured(version: str, features: Collection[str]) -> tuple[frozenset[str], frozenset[str], str]:
+    """Return which kinds and which types not to rewrite, and why; docs/log.md has the figures.
+
+    Experts are most of the bytes: rewriting them takes seconds per gigabyte, and they are multiplied row by row afterwards.
+    """
+    number = tuple(int(part) for part in version.split("-")[0].split(".")[:2])
+    if number >= TILED_SINCE and not set(TILED_ON).isdisjoint(features):
+        return frozenset({"dense"}), TILED, f"ggml {version} multiplies K-quants and IQ types fastest as they are stored"
+    return frozenset({"dense"}), frozenset(), "repacked: what is cheap to repack, so not the experts and the head"
 
 
 def _memory() -> int:

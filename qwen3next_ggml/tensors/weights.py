@@ -60,7 +60,7 @@ class Weights:
         self.leftovers = checked.leftovers
         self.mapped_nbytes = self.copied_nbytes = self.repacked_nbytes = 0
         self.policy: LoadPolicy | None = None
-        self.planned: dict[str, int] = {}  # mapped, copied, repacked → bytes, with data or without
+        self.placed: dict[str, str] = {}  # name → mapped, copied or repacked
         self._devices = tuple(devices)
         self._stack = ExitStack()
         self.blk = [SimpleNamespace() for _ in devices]
@@ -70,6 +70,14 @@ class Weights:
     @property
     def nbytes(self) -> int:
         return self.mapped_nbytes + self.copied_nbytes + self.repacked_nbytes
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """Bytes by place, mapped, copied or repacked, of tensors with data or without."""
+        totals: dict[str, int] = {}
+        for name, how in self.placed.items():
+            totals[how] = totals.get(how, 0) + self.by_name[name].nbytes
+        return totals
 
     def device_of(self, il: int) -> ggml.Device:
         """Return the device that holds block il."""
@@ -93,8 +101,8 @@ def load_weights(
     table: TensorTable,
     devices: ggml.Device | Sequence[ggml.Device],
     *,
-    repack: bool | str = "auto",
-    mmap: bool = True,
+    repack: bool | str = False,
+    mmap: bool | str = True,
     data: bool = True,
     n_threads: int = 1,
 ) -> Weights:
@@ -105,7 +113,8 @@ def load_weights(
     without storage, enough to build graphs. `n_threads` copy and rewrite at once.
     Raises TensorError as `TensorTable.check`, BackendError when a device has no room, OptionError as `choose_policy`.
     """
-    policy = choose_policy(ggml.provider().version, sum(info.nbytes for info in file.tensors.values()), repack=repack, mmap=mmap)
+    nbytes = sum(info.nbytes for info in file.tensors.values())
+    policy = choose_policy(ggml.provider().version, ggml.device("CPU").features, nbytes, repack=repack, mmap=mmap)
     checked = table.check(file)
     n_layer = 1 + max((decl.layer for decl in table.decls() if decl.layer is not None), default=0)
     weights = Weights(table, checked, _spread(devices, n_layer))
@@ -148,7 +157,7 @@ class _Planner:
 
     def item(self, decl: Decl, info: TensorInfo, type: GgmlType, read: Callable, whole: bool = False) -> _Item:
         device = self.device(decl)
-        buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl) else None
+        buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl, type.name) else None
         if buffer_type:
             place = _Place(device, REPACKED, buffer_type)
         elif whole and self.policy.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
@@ -207,8 +216,7 @@ def _create(file: GgufFile, weights: Weights, items: list[_Item], data: bool, po
         ctx = weights._stack.enter_context(ggml.Context(len(inside)))
         for item in inside:
             weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
-        nbytes = sum(weights.by_name[item.decl.name].nbytes for item in inside)
-        weights.planned[place.how] = weights.planned.get(place.how, 0) + nbytes
+            weights.placed[item.decl.name] = place.how
         if not data:
             continue
         if place.how == MAPPED:
@@ -219,6 +227,7 @@ def _create(file: GgufFile, weights: Weights, items: list[_Item], data: bool, po
             if policy.huge and place.device.kind == "cpu":
                 ggml.advise_huge_pages(buffer.base, buffer.size)
             _fill(file, weights, inside, n_threads)
+        nbytes = sum(weights.by_name[item.decl.name].nbytes for item in inside)
         setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
 
 

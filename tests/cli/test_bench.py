@@ -20,7 +20,7 @@ def test_json_has_llama_benchs_fields(qgraph, bard):
     pp, tg = json.loads(result.stdout)
     assert set(FIELDS) <= set(pp)
     assert (pp["n_prompt"], pp["n_gen"], tg["n_prompt"], tg["n_gen"]) == (24, 0, 0, 3)
-    assert pp["model_filename"] == str(bard) and pp["n_threads"] == 1 and pp["load_mode"] == "mmap" and not pp["repack"]
+    assert pp["model_filename"] == str(bard) and pp["n_threads"] == 1 and pp["load_mode"] == "none" and not pp["repack"]
     for row, n in ((pp, 24), (tg, 3)):
         assert len(row["samples_ns"]) == 3
         assert row["samples_ts"] == [1e9 * n / ns for ns in row["samples_ns"]]
@@ -123,7 +123,7 @@ def test_a_file_is_loaded_once_for_each_policy(qgraph, monkeypatch):
         return load(*args, **options)
 
     monkeypatch.setattr(qwen3next_ggml.model, "load", watched)
-    result = qgraph("bench", "-p", "4,5", "-n", 0, "-r", 1, "-t", 1, "--repack", "0,auto", "-lm", "mmap,none", "-o", "json")
-    assert loads == [(False, True), ("auto", True), (False, False), ("auto", False)]
-    assert [row["load_mode"] for row in json.loads(result.stdout)] == ["mmap"] * 4 + ["none"] * 4
+    result = qgraph("bench", "-p", "4,5", "-n", 0, "-r", 1, "-t", 1, "--repack", "0,auto", "-lm", "mmap,none,auto", "-o", "json")
+    assert loads == [(repack, mmap) for mmap in (True, False, "auto") for repack in (False, "auto")]
+    assert [row["load_mode"] for row in json.loads(result.stdout)] == ["mmap"] * 4 + ["none"] * 8, "the embedded model is small"
     assert qgraph("bench", "--repack", "2").exit_code == 2

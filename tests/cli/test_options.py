@@ -84,7 +84,7 @@ def test_every_model_option_acts(qgraph, handed):
     for off in ("--no-repack", "-nr"):
         qgraph("run", "-n", 1, "--repack", off)
         assert handed["repack"] is False
-    assert handed["mmap"] is True
+    assert handed["mmap"] == "auto"
     qgraph("run", "-n", 1, "--no-mmap")
     assert handed["mmap"] is False
     for device in ("CPU", "none", "auto", "cpu"):
