@@ -74,6 +74,7 @@ class Probes:
         self.captures: list[Capture] = []
         self._patches: list[Patch] = []
         self._off: list[str] = []
+        self._served: dict[GraphKey, GraphKey] = {}
         self._known: dict[GraphKey, Shapes] = {}
 
     @property
@@ -84,10 +85,10 @@ class Probes:
         """Return the key of the graph that serves them all."""
         if self.quiet:
             return key
-        return replace(
-            _without(key, self._off), patches=tuple(self._patches),
-            captures=tuple(sorted({_glob(p) for c in self.captures for p in c.patterns} | set(key.captures))),
-        )  # fmt: skip
+        if key not in self._served:
+            captures = {_glob(p) for c in self.captures for p in c.patterns} | set(key.captures)
+            self._served[key] = replace(_without(key, self._off), patches=tuple(self._patches), captures=tuple(sorted(captures)))
+        return self._served[key]
 
     @contextmanager
     def capture(self, patterns: tuple[str, ...]) -> Iterator[Capture]:
@@ -108,6 +109,7 @@ class Probes:
     def _in_force(self, kind: list, new: object, off: tuple[str, ...]) -> Iterator[None]:
         kind.append(new)
         self._off += off
+        self._served.clear()
         try:
             yield
         finally:
@@ -115,6 +117,7 @@ class Probes:
             kind[:] = [x for x in kind if x is not new]
             for name in off:
                 self._off.remove(name)
+            self._served.clear()
             self.graphs.drop(lambda key: bool(key.captures or key.patches))
 
 
