@@ -9,7 +9,7 @@ import pytest
 
 import qwen3next_ggml as q
 from qwen3next_ggml.errors import OptionError
-from qwen3next_ggml.profile import _watched, profile, read_bandwidth
+from qwen3next_ggml.profile import _Watch, _watched, profile, read_bandwidth
 
 TOKENS = np.random.default_rng(3).integers(0, 97, 40).tolist()
 
@@ -80,6 +80,19 @@ def test_the_parts_are_the_whole(bard):
     assert any(abs(r - 1) < 0.1 for r in ratios), ratios
 
 
+def test_a_scope_that_is_left_out_is_missed(bard, monkeypatch):
+    """Without the experts the sum is far from the whole, however quiet the machine."""
+    spans = _Watch._spans
+
+    def without_experts(self, nodes):
+        return [0.0 if node.op == "MUL_MAT_ID" else span for node, span in zip(nodes, spans(self, nodes))]
+
+    monkeypatch.setattr(_Watch, "_spans", without_experts)
+    with q.load(bard, n_threads=1) as model:
+        ratios = [one.total / one.whole for _ in range(3) for one in profile(model, n_prompt=64, n_gen=0, n_ctx=256).passes]
+    assert max(ratios) < 0.9
+
+
 def test_longer_prompts_take_longer(model):
     few, many = (profile(model, n_prompt=n, n_gen=0, n_ctx=256).passes[0] for n in (2, 200))
     assert many.total > 3 * few.total and many.whole > 3 * few.whole
@@ -95,7 +108,14 @@ def test_a_chrome_trace(found):
     passes = [event for event in document["traceEvents"] if event["cat"] == "pass"]
     nodes = [event for event in document["traceEvents"] if event["cat"] != "pass"]
     assert len(passes) == 2 and len(nodes) == sum(len(one.nodes) for one in found.passes)
-    assert all(event["ph"] == "X" and event["dur"] >= 0 for event in document["traceEvents"])
+    assert document["displayTimeUnit"] == "ms"
+    # the fields that Chrome and Perfetto read, of the types they want; times in microseconds
+    fields = {"name": str, "cat": str, "ph": str, "ts": float, "dur": float, "pid": int, "tid": int, "args": dict}
+    for event in document["traceEvents"]:
+        assert {key: type(value) for key, value in event.items()} == fields and event["name"]
+        assert event["ph"] == "X" and event["dur"] >= 0 and event["ts"] >= 0 and event["tid"] == (event["cat"] != "pass")
+    assert all(event["args"].keys() == {"op", "layer", "shape", "type", "bytes", "flops"} for event in nodes)
+    assert sum(event["dur"] for event in nodes) == pytest.approx(1e6 * sum(one.total for one in found.passes))
     ends = [event["ts"] + event["dur"] for event in nodes]
     assert all(after["ts"] == pytest.approx(end) for end, after in zip(ends, nodes[1:]))
     assert ends[-1] == pytest.approx(passes[1]["ts"] + passes[1]["dur"])

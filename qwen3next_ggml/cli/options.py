@@ -209,15 +209,16 @@ class SessionOptions:
 
     def open(self, model, **more):
         """Return a new Session of `model`; `more` are options a command sets itself."""
-        return model.session(**self._settings(), **more)
+        return model.session(**self.settings(), **more)
 
     def resume(self, model, saved, **more):
         """Return the Session of a SessionFile, with the options it had but for those that were given."""
         said_as = {"n_ubatch": ("n_ubatch", "n_batch"), "kv_device": ("kv_offload",)}
-        changes = {name: value for name, value in self._settings().items() if any(map(given, said_as.get(name, (name,))))}
+        changes = {name: value for name, value in self.settings().items() if any(map(given, said_as.get(name, (name,))))}
         return model.load_session(saved, **changes | more)
 
-    def _settings(self) -> dict:
+    def settings(self) -> dict:
+        """Return these options as `Model.session` spells them."""
         return dict(
             n_ctx=self.n_ctx, n_ubatch=min(self.n_batch, self.n_ubatch), n_threads=self.n_threads, type_k=self.type_k,
             type_v=self.type_v, flash_attn=self.flash_attn, kv_device=None if self.kv_offload else "CPU", graph=self.graph,

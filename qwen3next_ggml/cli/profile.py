@@ -29,9 +29,8 @@ def command(model, n_prompt, n_gen, trace, session, as_json) -> None:
 
     if not n_prompt + n_gen:
         raise click.UsageError("nothing to time: -p and -n are both 0")
-    options = {name: value for name, value in asdict(session).items() if name != "n_batch"}
     with model.load() as loaded:
-        found = profile(loaded, n_prompt=n_prompt, n_gen=n_gen, **options | {"n_ubatch": min(session.n_batch, session.n_ubatch)})
+        found = profile(loaded, n_prompt=n_prompt, n_gen=n_gen, **session.settings())
         path = str(loaded.file.path)
     for i, one in enumerate(found.passes):
         emit("\n" * bool(i) + "\n".join(report(one, found)) + "\n")

@@ -21,7 +21,10 @@ def test_tables_and_document(qgraph):
     for key in ("by_scope", "by_op"):
         assert {share["name"]: f"{1e3 * share['seconds']:.3f}" for share in found["passes"][1][key]}.items() <= rows.items()
     assert rows["all"] == f"{1e3 * found['passes'][1]['seconds']:.3f}"
-    assert len(re.findall(r"^roofline: memory gives [\d.]+ GB/s", text, re.MULTILINE)) == 2
+    roofs = re.findall(r"^roofline: memory gives ([\d.]+) GB/s, at which these bytes take ([\d.]+) ms, (\d+)% of the time$", text, re.MULTILINE)
+    for one, (gb, ms, percent) in zip(found["passes"], roofs, strict=True):
+        floor = sum(share["nbytes"] for share in one["by_op"]) / found["read_bandwidth"]
+        assert gb == f"{found['read_bandwidth'] / 1e9:.2f}" and ms == f"{1e3 * floor:.3f}" and percent == f"{100 * floor / one['seconds']:.0f}"
 
 
 def test_a_trace_is_written(qgraph, tmp_path):
