@@ -1,4 +1,4 @@
-"""C07: nothing is ever added to a norm, on any path of any graph: the file's weights are final."""
+"""C07: nothing is ever added to a norm, on any path of any graph: the file's weights are final; and a file whose are not is told."""
 
 from itertools import product
 
@@ -6,10 +6,12 @@ import pytest
 
 import qwen3next_ggml
 from qwen3next_ggml.graph import norm
+from qwen3next_ggml.graph.support import resolve_options
 from qwen3next_ggml.graph_view import outline
 from qwen3next_ggml.graph_view.records import VIEW
 from qwen3next_ggml.models import qwen3next
-from qwen3next_ggml.graph.support import resolve_options
+from tests.kit import read_arrays, run_qgraph
+from tests.kit.gguf_bytes import edit_gguf
 
 # per layer of either kind, of the head, and of the NextN block
 NORMS = {"attn_norm", "post_attention_norm", "ssm_norm", "attn_q_norm", "attn_k_norm"}
@@ -68,3 +70,18 @@ def plus_the_norm_itself(monkeypatch):
 def test_an_offset_is_seen(model, monkeypatch, mutation):
     mutation(monkeypatch)
     assert len(faults(view_of(model, "fused", "plain", False))[0]) >= 8
+
+
+@pytest.mark.parametrize("which", ["blk.4.", "nextn", "norm.weight"])
+def test_every_norm_that_lacks_its_offset_is_named(toys, tmp_path, which):
+    """Those of the NextN block alone, its own two or three alone, all there are; in strict mode that is not success."""
+    source, path = toys.file(mtp=True, optional=("nextn_shared_head_norm",)), tmp_path / "t.gguf"
+    arrays = {name: x for name, x in read_arrays(source).items() if name.endswith("norm.weight") and which in name}
+    edit_gguf(source, path, replace={name: ("f32", x - 1) for name, x in arrays.items()})
+    assert len(arrays) == {"blk.4.": 7, "nextn": 3, "norm.weight": 21}[which]
+    done = run_qgraph("validate", path, "--strict")
+    [warning, verdict] = done.stdout.splitlines()
+    assert done.returncode == 3 and verdict.endswith("complete, 1 warning")
+    listed = warning.removeprefix("warning: norm weights centred at 0 instead of 1: ").partition(";")[0]
+    assert set(listed.split(", ")) == arrays.keys() and "a converter that did not add the offset" in warning
+    assert run_qgraph("validate", path).returncode == 0
