@@ -39,6 +39,23 @@ static bool q_expand(ggml_cgraph * graph, ggml_tensor * tensor) {
     return done;
 }
 
+// lets a node's result lie inside another tensor, as the in-place ops do: whoever places the graph follows the view
+static bool q_into(ggml_tensor * node, ggml_tensor * owner, size_t offset) {
+    if (!operand("node", node) || !operand("owner", owner) || !writable(owner)) {
+        return false;
+    }
+    if (node->op == 0 || node->view_src || node->data || owner->view_src) {
+        return refuse("a fresh node goes into a tensor that is no view, got %s into %s", T.ggml_op_desc(node), T.ggml_op_desc(owner));
+    }
+    const size_t size = T.ggml_nbytes(node), room = T.ggml_nbytes(owner);
+    if (offset > room || size > room - offset) {
+        return refuse("it ends at byte %zu, its owner has %zu", offset + size, room);
+    }
+    node->view_src  = owner;
+    node->view_offs = offset;
+    return true;
+}
+
 // names are given to thousands of nodes: "name", or "name-il" inside a layer
 static void q_name(ggml_tensor * tensor, const char * name, int il) {
     if (il < 0) {

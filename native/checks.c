@@ -226,8 +226,11 @@ static bool check_ggml_gated_delta_net(const ggml_tensor * q, const ggml_tensor 
     if (q->ne[2] != n_tokens || k->ne[2] != n_tokens || g->ne[2] != n_tokens || beta->ne[2] != n_tokens) {
         return refuse("q, k, g and beta need the %lld tokens of v", (long long) n_tokens);
     }
-    if (q->ne[3] != n_seqs || k->ne[3] != n_seqs || g->ne[3] != n_seqs || beta->ne[3] != n_seqs) {
-        return refuse("q, k, g and beta need the %lld sequences of v", (long long) n_seqs);
+    if (g->ne[3] != n_seqs || beta->ne[3] != n_seqs) {
+        return refuse("g and beta need the %lld sequences of v", (long long) n_seqs);
+    }
+    if (q->ne[3] != k->ne[3] || q->ne[3] == 0 || n_seqs % q->ne[3] != 0) {
+        return refuse("%lld sequences of v cannot share %lld of q and %lld of k", (long long) n_seqs, (long long) q->ne[3], (long long) k->ne[3]);
     }
     if (g->ne[1] != H || beta->ne[1] != H) {
         return refuse("g and beta need one value for each of %lld heads", (long long) H);

@@ -17,6 +17,7 @@ int          q_count_types(ggml_context * ctx);
 ggml_tensor * q_clamp(ggml_context * ctx, ggml_tensor * a, float min, float max);
 ggml_cgraph * q_new_graph(ggml_context * ctx, size_t size);
 bool         q_expand(ggml_cgraph * graph, ggml_tensor * tensor);
+bool         q_into(ggml_tensor * node, ggml_tensor * owner, size_t offset);
 void         q_name(ggml_tensor * tensor, const char * name, int il);
 void         q_close_context(ggml_context * ctx);
 bool         q_is_open(const ggml_tensor * tensor);

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ..errors import GraphError
 from ._native import lib
 from .op import caller, compile_op, op
-from .provider import has
+from .provider import failure, has
 from .tensor import Context, Tensor
 from .types import GgmlType
 
@@ -373,6 +373,15 @@ class Ops:
     def flash_attn_ext_set_prec(self, a: Tensor, prec: int) -> Tensor:
         """Ask for a precision (PREC_F32) inside a flash_attn_ext. Returns a."""
         return self._set_prec("ggml_flash_attn_ext_set_prec", a, "FLASH_ATTN_EXT", prec)
+
+    def into(self, a: Tensor, owner: Tensor, offset: int) -> Tensor:
+        """Let the result of a fresh node lie inside `owner`, a tensor that is no view, from byte `offset` on. Returns it.
+
+        Raises GraphError when it does not fit. Whoever reads or writes that part of `owner` besides must be expanded in the right order.
+        """
+        if not lib.q_into(a._p, owner._p, offset):
+            raise GraphError(f"into: {a!r} at byte {offset} of {owner!r}: {failure()}{caller()}")
+        return a
 
     def set_name(self, a: Tensor, name: str, il: int = -1) -> Tensor:
         """Name a tensor, "name-il" for a layer; 63 bytes are kept. Returns it."""

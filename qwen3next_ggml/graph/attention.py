@@ -98,7 +98,8 @@ def gated_attention(g: GraphBuilder, hp, wb, inp: Inputs, cache: KvLayer, x: ggm
 
     kq_scale = hp.f_attention_scale or D**-0.5
     out = g.name(attend(g, inp, cache, q, k, v, kq_scale, il), "attn_pregate", il)  # [D·H, n_tokens]
-    gate = g.name(g.sigmoid(g.cont_2d(gate, D * H, n_tokens)), "gate_sigmoid", il)
+    gate = g.reshape_2d(g.sigmoid(gate), D * H, n_tokens) if g.options.fewer_conts else g.sigmoid(g.cont_2d(gate, D * H, n_tokens))
+    gate = g.name(gate, "gate_sigmoid", il)
     out = g.name(g.mul(out, gate), "attn_gated", il)
     return g.name(linear(g, wb.attn_output, out), "attn_output", il)
 

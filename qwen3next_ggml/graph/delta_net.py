@@ -19,20 +19,20 @@ def delta_net(
 ) -> tuple[ggml.Tensor, list[ggml.Tensor]]:  # fmt: skip
     """Run the delta rule → output [S_v, H_v, T, n_seqs] and the states after `kept` token counts (newest first).
 
-    q, k [S_k, H_k, T, n_seqs], v [S_v, H_v, T, n_seqs], beta [1, H_v, T, n_seqs]; for H_k < H_v only the fused form
-    takes unrepeated heads, and pairs value head h with h mod H_k. Each returned tensor [S_k, S_v, H_v, n_seqs·m] holds
-    m states, all of one before the next. Mirrors the choice of llama.cpp's `build_delta_net`.
+    q, k [S_k, H_k, T, n_seqs], v [S_v, H_v, T, n_seqs], beta [1, H_v, T, n_seqs]; heads come repeated to H_k = H_v, but for
+    one sequence where it `pairs_by_itself`. Each returned tensor [S_k, S_v, H_v, n_seqs·m] holds m states, all of one before
+    the next. Mirrors the choice of llama.cpp's `build_delta_net`.
     """
-    S_k, H_k, T, n_seqs = q.ne
-    S_v, H_v, _, _ = v.ne
+    S_k, H_k, T, _ = q.ne
+    S_v, H_v, _, n_seqs = v.ne
     where = f"delta net in layer {il}"
-    expect_shape(k, where, S_k, H_k, T, n_seqs)
+    expect_shape(k, where, *q.ne)
     expect_shape(v, where, S_k, H_v, T, n_seqs)
     expect_shape(gate, where, 0, H_v, T, n_seqs)
     expect_shape(beta, where, 1, H_v, T, n_seqs)
     expect_shape(state, where, S_k, S_v, H_v, n_seqs)
-    if g.options.delta_net != "fused":
-        expect_shape(q, where, S_k, H_v, T, n_seqs)
+    if H_k != H_v:
+        return _shared_keys(g, q, k, v, gate, beta, state, il, kept or (T,))
     segments = _segments(kept or (T,), fused=g.options.delta_net == "fused")
     if len(segments) == 1:
         out, new = _one_segment(g, q, k, v, gate, beta, state, il, segments[0][1])
@@ -50,6 +50,36 @@ def delta_net(
     for part in outs[1:]:
         out = g.concat(out, part, 2)
     return out, states[::-1]
+
+
+def pairs_by_itself(g: GraphBuilder, T: int, n_seqs: int, S: int) -> bool:
+    """Say whether `delta_net` takes unrepeated key heads: it copies a state then, which is less than T repeated heads."""
+    return g.options.heads_as_seqs and g.options.delta_net == "fused" and n_seqs == 1 and 2 * T > S
+
+
+def _shared_keys(g, q, k, v, gate, beta, state, il, kept):
+    """Run value head h with key head h // r, r = H_v / H_k, of one sequence.
+
+    The op pairs head h of a sequence with key head h mod H_k, and shares q and k among sequences where those have fewer: value
+    heads h mod r = j become sequence j.
+    """
+    S, H_k, T, _ = q.ne
+    H_v = v.ne[1]
+    r = H_v // H_k
+    _, nb1, nb2, _ = v.nb
+    v = g.view_4d(v, S, H_k, T, r, r * nb1, nb2, nb1, 0)
+    gate, beta = (_by_remainder(g, x, r, H_k, T) for x in (gate, beta))
+    state = g.cont(g.permute(g.reshape_3d(state, S * S, r, H_k), 0, 2, 1, 3))  # [S·S, H_k, r]
+    state = g.reshape_4d(state, S, S, H_k, r)
+    out, states = delta_net(g, q, k, v, gate, beta, state, il, kept=kept)  # [S, H_k, T, r]
+    out = g.permute(out, 0, 2, 3, 1)  # [S, r, H_k, T]
+    return out, [g.permute(g.reshape_4d(x, S * S, H_k, r, x.ne[3] // r), 0, 2, 1, 3) for x in states]  # [S·S, r, H_k, m]
+
+
+def _by_remainder(g, x, r, H_k, T):
+    n = x.ne[0]
+    x = g.permute(g.reshape_4d(x, n, r, H_k, T), 0, 3, 1, 2)  # [n, H_k, T, r]
+    return g.cont(x)
 
 
 def _segments(kept: tuple[int, ...], *, fused: bool) -> list[tuple[int, int]]:

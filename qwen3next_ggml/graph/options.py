@@ -21,6 +21,10 @@ class GraphOptions:
     states of adjacent slots where they lie instead of gathering them. `state_rows`: gather and scatter a delta state
     head by head, so that threads share the copy. `finite_kv`: limit K and V to what float16 holds before they are
     stored, so that one sequence's NaN does not reach the others through masked cells, which take part in sums as 0·v.
+    `state_in_place`: let a one-token step's new delta state take the place of the old one, where slots are adjacent.
+    `joint_qk`: normalise and repeat the query and key heads of a delta net together. `heads_as_seqs`: in a prompt, run value
+    heads that share a key head as sequences of their own, which the op pairs by itself, instead of repeating the key heads.
+    `fewer_conts`: let elementwise ops read strided views, and gate in one op, instead of copying views first.
     """
 
     delta_net: str = "fused"
@@ -32,6 +36,10 @@ class GraphOptions:
     state_view: bool = False
     state_rows: bool = False
     finite_kv: bool = False
+    state_in_place: bool = False
+    joint_qk: bool = False
+    heads_as_seqs: bool = False
+    fewer_conts: bool = False
 
     def __post_init__(self):
         if self.delta_net not in DELTA_NETS:
@@ -45,6 +53,6 @@ class GraphOptions:
 PLAIN = GraphOptions()
 LEAN = GraphOptions(
     prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
-    finite_kv=True,
+    finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
 )
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

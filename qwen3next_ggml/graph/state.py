@@ -27,13 +27,15 @@ class KvSpec:
 class RecurrentSpec:
     """Ask for one F32 state of `ne` elements per sequence in layer `il`; `name` is llama.cpp's ("r" conv, "s" delta).
 
-    `n_rows` is how many adjacent rows it may be moved in: rows are what threads share.
+    `n_rows` is how many adjacent rows it may be moved in: rows are what threads share. `n_ahead` rows in front of each state
+    are room for the output of an op that returns it together with the new state, so that the new state takes the old one's place.
     """
 
     il: int
     name: str
     ne: tuple[int, ...]
     n_rows: int = 1
+    n_ahead: int = 0
 
     @property
     def n_embd(self) -> int:
@@ -41,6 +43,16 @@ class RecurrentSpec:
         for size in self.ne:
             n *= size
         return n
+
+    @property
+    def row(self) -> int:
+        """Elements of a row."""
+        return self.n_embd // self.n_rows
+
+    @property
+    def n_slot_rows(self) -> int:
+        """Rows from one state to the next."""
+        return self.n_ahead + self.n_rows
 
 
 @dataclass(frozen=True)
@@ -95,17 +107,22 @@ class KvLayer:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """One recurrent state of one layer: `all` [n_embd, n_slots]; which slots a sequence has is memory's business."""
+    """One recurrent state of one layer: `all` holds rows, [row, n_slot_rows · n_slots]; which slots a sequence has is memory's business."""
 
     spec: RecurrentSpec
     all: ggml.Tensor
 
+    @property
+    def n_slots(self) -> int:
+        return self.all.ne[1] // self.spec.n_slot_rows
+
     def read(self, g: GraphBuilder, inp: Inputs) -> ggml.Tensor:
         """Return the states of this ubatch's sequences [n_embd, n_seqs], read before anything overwrites them."""
-        n_seqs, head, row = inp.sizes.n_seqs, inp.sizes.rs_head, self.all.nb[1]
-        if g.options.state_view and head is not None:
+        head, n_seqs = inp.sizes.rs_head, inp.sizes.n_seqs
+        # several states are one block only where nothing lies between them
+        if g.options.state_view and head is not None and (n_seqs == 1 or not self.spec.n_ahead):
             # safe because every reader of this view is emitted before the write that replaces it
-            return g.view_2d(self.all, self.spec.n_embd, n_seqs, row, head * row)
+            return self._slots(g, head, n_seqs)
         n_rows = self._n_rows(g)
         rows = g.get_rows(self._as_rows(g, n_rows), inp.s_copy(n_rows))
         g.expand(rows)
@@ -113,10 +130,16 @@ class RecurrentState:
 
     def target(self, g: GraphBuilder, inp: Inputs) -> ggml.Tensor | None:
         """Return the view [n_embd, n_seqs] that adjacent slots can be copied into, or None when slots are scattered."""
-        head, row = inp.sizes.rs_head, self.all.nb[1]
-        if head is None:
-            return None
-        return g.view_2d(self.all, self.spec.n_embd, inp.sizes.n_seqs, row, head * row)
+        head = inp.sizes.rs_head
+        return None if head is None else self._slots(g, head, inp.sizes.n_seqs)
+
+    def room_for(self, inp: Inputs, n: int) -> bool:
+        """Say whether `n` elements of output fit in front of each state, and slots are adjacent and known."""
+        return inp.sizes.rs_head is not None and n <= self.spec.n_ahead * self.spec.row
+
+    def state_at(self, inp: Inputs, i: int) -> int:
+        """Return the byte at which the state of the ubatch's sequence `i` starts in `all`."""
+        return ((inp.sizes.rs_head + i) * self.spec.n_slot_rows + self.spec.n_ahead) * self.all.nb[1]
 
     def scatter(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, first: int) -> None:
         """Write `new`, any number of states in order, to the slots that `s_dst` names from its state `first` on."""
@@ -128,13 +151,17 @@ class RecurrentState:
             dst = g.view_1d(dst, n_rows * n_states, first * n_rows * dst.nb[0])
         g.expand(g.set_rows(self._as_rows(g, n_rows), new, dst))
 
+    def _slots(self, g: GraphBuilder, head: int, n: int) -> ggml.Tensor:
+        row, spec = self.all.nb[1], self.spec
+        return g.view_2d(self.all, spec.n_embd, n, spec.n_slot_rows * row, (head * spec.n_slot_rows + spec.n_ahead) * row)
+
     def _n_rows(self, g: GraphBuilder) -> int:
         return self.spec.n_rows if g.options.state_rows else 1
 
     def _as_rows(self, g: GraphBuilder, n_rows: int) -> ggml.Tensor:
         if n_rows == 1:
-            return self.all
-        return g.reshape_2d(self.all, self.spec.n_embd // n_rows, n_rows * self.all.ne[1])
+            return self.all if self.spec.n_slot_rows == 1 else self._slots(g, 0, self.n_slots)
+        return self.all
 
 
 @dataclass(frozen=True)

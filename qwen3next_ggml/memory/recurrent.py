@@ -34,15 +34,15 @@ class RecurrentMemory:
 
     def nbytes_of(self, spec: RecurrentSpec) -> int:
         """Return the bytes of one spec's slots."""
-        return 4 * spec.n_embd * self.n_slots
+        return 4 * spec.row * spec.n_slot_rows * self.n_slots
 
     def n_tensors_of(self, spec: RecurrentSpec) -> int:
         """Return how many tensor structs one spec needs: itself and a view of each slot."""
         return 1 + self.n_slots
 
     def declare(self, ctx: ggml.Context, spec: RecurrentSpec) -> None:
-        """Create one spec's tensor [n_embd, n_slots] in `ctx`."""
-        x = ctx.new_tensor(types.F32, spec.n_embd, self.n_slots, name=f"cache_{spec.name}_l{spec.il}")
+        """Create one spec's tensor [row, n_slot_rows · n_slots] in `ctx`."""
+        x = ctx.new_tensor(types.F32, spec.row, spec.n_slot_rows * self.n_slots, name=f"cache_{spec.name}_l{spec.il}")
         self.states[spec.il, spec.name] = RecurrentState(spec, x)
 
     def bind(self, ctx: ggml.Context) -> None:
@@ -50,8 +50,9 @@ class RecurrentMemory:
         g = ggml.Ops(ctx)
         for at, state in self.states.items():
             if state.all.context is ctx:
-                row = state.all.nb[1]
-                self._views[at] = [g.view_1d(state.all, state.spec.n_embd, i * row) for i in range(self.n_slots)]
+                spec, row = state.spec, state.all.nb[1]
+                starts = [(i * spec.n_slot_rows + spec.n_ahead) * row for i in range(self.n_slots)]
+                self._views[at] = [g.view_1d(state.all, spec.n_embd, start) for start in starts]
 
     # slots
 
@@ -82,10 +83,10 @@ class RecurrentMemory:
 
     def _rows(self, src: tuple[int, ...], dst: tuple[int, ...]) -> dict[str, np.ndarray]:
         found = {}
-        for n_rows in {1, *(s.n_rows for s in self.specs)}:
-            offsets = np.arange(n_rows)
-            found[rows_input("rs_s_copy", n_rows)] = (np.array(src)[:, None] * n_rows + offsets).reshape(-1).astype(np.int32)
-            found[rows_input("rs_s_dst", n_rows)] = (np.array(dst)[:, None] * n_rows + offsets).reshape(-1)
+        for n_rows, n_ahead in {(1, 0), *((s.n_rows, s.n_ahead) for s in self.specs)}:
+            offsets = n_ahead + np.arange(n_rows)
+            found[rows_input("rs_s_copy", n_rows)] = (np.array(src)[:, None] * (n_ahead + n_rows) + offsets).reshape(-1).astype(np.int32)
+            found[rows_input("rs_s_dst", n_rows)] = (np.array(dst)[:, None] * (n_ahead + n_rows) + offsets).reshape(-1)
         return found
 
     def slot_after(self, seq: int, n_past: int, t: int, n_tokens: int, marks: Sequence[int]) -> int:

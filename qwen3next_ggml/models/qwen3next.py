@@ -13,7 +13,8 @@ from ..ggml import Tensor
 from ..graph.attention import gated_attention
 from ..graph.builder import GraphBuilder
 from ..graph.conv import conv_input, conv_silu
-from ..graph.delta_net import delta_net, pair_heads
+from ..graph.delta_net import delta_net, pair_heads, pairs_by_itself
+from ..graph.delta_state import delta_net_in_place, is_in_place, read_state, write_states
 from ..graph.ffn import moe_ffn
 from ..graph.inputs import Inputs
 from ..graph.linear import linear
@@ -214,7 +215,7 @@ def state_specs(hp: HParams, mtp: bool = False) -> list[KvSpec | RecurrentSpec]:
     for il in range(hp.n_layer + mtp):
         if hp.is_recr(il):
             specs.append(RecurrentSpec(il, "r", (hp.ssm_d_conv - 1, S * (2 * H_k + H_v))))
-            specs.append(RecurrentSpec(il, "s", (S, S, H_v), n_rows=H_v))
+            specs.append(RecurrentSpec(il, "s", (S, S, H_v), n_rows=H_v, n_ahead=-(-H_v // S)))
         else:
             specs.append(KvSpec(il, hp.n_head_kv, hp.n_embd_head_k, hp.n_embd_head_v))
     return specs
@@ -296,8 +297,7 @@ def build_layer_attn_linear(
     Value head h uses key head h // r. Mirrors `build_layer_attn_linear`.
     """
     S, H_k, H_v, T, n_seqs = hp.ssm_d_state, hp.ssm_n_group, hp.ssm_dt_rank, inp.sizes.n_seq_tokens, inp.sizes.n_seqs
-    key_dim, value_dim, eps = S * H_k, S * H_v, hp.f_norm_rms_eps
-    conv_dim = 2 * key_dim + value_dim
+    value_dim, conv_dim = S * H_v, S * (2 * H_k + H_v)
 
     mixed = linear(g, wb.attn_qkv, x)
     mixed = g.name(g.reshape_3d(mixed, conv_dim, T, n_seqs), "linear_attn_qkv_mixed", il)
@@ -306,35 +306,42 @@ def build_layer_attn_linear(
 
     window, delta = state.recurrent[il, "r"], state.recurrent[il, "s"]
     columns = conv_input(g, inp, window, mixed, hp.ssm_d_conv, il)
-    past = g.name(g.reshape_4d(delta.read(g, inp), S, S, H_v, n_seqs), "state_predelta", il)
+    past = None if is_in_place(g, inp, delta, value_dim) else read_state(g, inp, delta, il)
     conv = conv_silu(g, columns, wb.ssm_conv1d, il)  # [conv_dim, T, n_seqs]
-
-    size = conv.type.row_size
-    nb1, nb2, nb3 = size(S), size(conv_dim), size(conv_dim * T)
-    q = g.name(g.view_4d(conv, S, H_k, T, n_seqs, nb1, nb2, nb3, 0), "q_conv", il)
-    k = g.name(g.view_4d(conv, S, H_k, T, n_seqs, nb1, nb2, nb3, size(key_dim)), "k_conv", il)
-    v = g.name(g.view_4d(conv, S, H_v, T, n_seqs, nb1, nb2, nb3, size(2 * key_dim)), "v_conv", il)
-    q, k = l2_norm(g, q, S, eps), l2_norm(g, k, S, eps)
-    q = g.name(pair_heads(g, q, H_v, "interleaved"), "q_conv_predelta", il)
-    k = g.name(pair_heads(g, k, H_v, "interleaved"), "k_conv_predelta", il)
-    v = g.name(v, "v_conv_predelta", il)
-
-    out, states = delta_net(g, q, k, v, gate, beta, past, il, kept=inp.sizes.kept)
+    q, k, v = _heads(g, hp, conv, il)
+    if past is None:
+        out = delta_net_in_place(g, inp, delta, q, k, v, gate, beta)
+    else:
+        out, states = delta_net(g, q, k, v, gate, beta, past, il, kept=inp.sizes.kept)
+        write_states(g, inp, delta, states, il)
     out = g.name(out, "attn_output", il)
-    target, first = delta.target(g, inp), 0
-    for new in states:
-        new = g.name(new, "new_state", il)
-        if target is None:
-            delta.scatter(g, inp, new, first)
-        else:
-            g.expand(g.cpy(new, target))
-        first += new.ne[3]
 
     z = g.reshape_4d(z, S, H_v, T, n_seqs)
-    out = gated_rms_norm(g, out, wb.ssm_norm, z, eps, il)
+    out = gated_rms_norm(g, out, wb.ssm_norm, z, hp.f_norm_rms_eps, il)
     out = g.name(g.reshape_3d(out, value_dim, T, n_seqs), "final_output", il)
     out = g.name(linear(g, wb.ssm_out, out), "linear_attn_out", il)
     return g.reshape_2d(out, hp.n_embd, T * n_seqs)
+
+
+def _heads(g: GraphBuilder, hp: HParams, conv: Tensor, il: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut conv [conv_dim, T, n_seqs] into q, k and v heads [S, ·, T, n_seqs], q and k of length 1 and paired with the value heads."""
+    S, H_k, H_v, eps = hp.ssm_d_state, hp.ssm_n_group, hp.ssm_dt_rank, hp.f_norm_rms_eps
+    conv_dim, T, n_seqs, _ = conv.ne
+    size = conv.type.row_size
+    nb1, nb2, nb3 = size(S), size(conv_dim), size(conv_dim * T)
+    v = g.name(g.view_4d(conv, S, H_v, T, n_seqs, nb1, nb2, nb3, 2 * H_k * nb1), "v_conv", il)
+    paired = not pairs_by_itself(g, T, n_seqs, S)
+    if g.options.joint_qk and g.options.delta_net == "fused":
+        qk = l2_norm(g, g.view_4d(conv, S, 2 * H_k, T, n_seqs, nb1, nb2, nb3, 0), S, eps)
+        qk = pair_heads(g, qk, 2 * H_v, "interleaved") if paired else qk
+        H = qk.ne[1] // 2
+        q = g.view_4d(qk, S, H, T, n_seqs, *qk.nb[1:], 0)
+        k = g.view_4d(qk, S, H, T, n_seqs, *qk.nb[1:], H * nb1)
+    else:
+        q = g.name(g.view_4d(conv, S, H_k, T, n_seqs, nb1, nb2, nb3, 0), "q_conv", il)
+        k = g.name(g.view_4d(conv, S, H_k, T, n_seqs, nb1, nb2, nb3, H_k * nb1), "k_conv", il)
+        q, k = (pair_heads(g, x, H_v, "interleaved") if paired else x for x in (l2_norm(g, q, S, eps), l2_norm(g, k, S, eps)))
+    return g.name(q, "q_conv_predelta", il), g.name(k, "k_conv_predelta", il), g.name(v, "v_conv_predelta", il)
 
 
 def _gates(g: GraphBuilder, hp: HParams, wb, inp: Inputs, x: Tensor, il: int) -> tuple[Tensor, Tensor]:
@@ -346,8 +353,12 @@ def _gates(g: GraphBuilder, hp: HParams, wb, inp: Inputs, x: Tensor, il: int) ->
     nb0, nb1, nb2, nb3 = ba.nb
     b = g.name(g.view_4d(ba, r, H_k, T, n_seqs, nb1, nb2, nb3, 0), "b", il)
     a = g.name(g.view_4d(ba, r, H_k, T, n_seqs, nb1, nb2, nb3, r * nb0), "a", il)
-    beta = g.sigmoid(g.cont(b))
-    a = g.add(g.cont_3d(a, H_v, T, n_seqs), wb.ssm_dt_bias)
+    if g.options.fewer_conts:
+        beta, a = g.sigmoid(b), g.add(a, g.reshape_2d(wb.ssm_dt_bias, r, H_k))
+        a = g.reshape_3d(a, H_v, T, n_seqs)
+    else:
+        beta = g.sigmoid(g.cont(b))
+        a = g.add(g.cont_3d(a, H_v, T, n_seqs), wb.ssm_dt_bias)
     a = g.name(g.softplus(a), "a_softplus", il)
     gate = g.name(g.mul(a, wb.ssm_a), "gate", il)  # ssm_a is −exp(A_log)
     beta = g.reshape_4d(beta, 1, H_v, T, n_seqs)
