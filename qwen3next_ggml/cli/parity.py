@@ -40,11 +40,13 @@ AXES = ("ubatch", "flash_attn", "delta_net", "graph", "ggml")
                    "installed); without a list all but ggml")  # fmt: skip
 @click.option("--shrink", type=click.Path(dir_okay=False, path_type=Path), metavar="FNAME.py",
               help="write the op of the first difference, with what it reads, as a script that runs it alone")  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FNAME.svg",
+              help="draw how far every node is off, in the order of the graph")  # fmt: skip
 @click.option("--ops", "only_ops", is_flag=True, help="instead: every op our graphs emit, over shapes that break kernels, against float64")
 @click.option("--save", metavar="FNAME", help="write the recording of the run that is examined, as safetensors")
 @json_option
 @click.pass_context
-def command(ctx, path, prompt, ref, ref_ggml, tolerance, axes, shrink, only_ops, save, as_json, **run) -> None:
+def command(ctx, path, prompt, ref, ref_ggml, tolerance, axes, shrink, plot, only_ops, save, as_json, **run) -> None:
     """Compare two runs of the same tokens node by node, joined by llama.cpp's names.
 
     The last token is decoded by itself. Each side has a process of its own. Printed are the first node, in the order of the graph, whose
@@ -54,8 +56,8 @@ def command(ctx, path, prompt, ref, ref_ggml, tolerance, axes, shrink, only_ops,
     The script that --shrink writes takes its operands from the reference where that has the same op, else from the run that is examined.
     It compares with the reference's value and with float64, and its exit code is the answer, on any --device of any --ggml.
     """
-    if sum(map(bool, (axes, only_ops, save or shrink))) > 1:
-        raise click.UsageError("--ops, --sweep and --save or --shrink exclude each other")
+    if sum(map(bool, (axes, only_ops, save or shrink or plot))) > 1:
+        raise click.UsageError("--ops, --sweep, and --save, --shrink or --plot exclude each other")
     if shrink and shrink.suffix != ".py":
         raise click.UsageError(f"--shrink writes a Python script, and {shrink} does not end in .py")
     if only_ops:
@@ -63,7 +65,7 @@ def command(ctx, path, prompt, ref, ref_ggml, tolerance, axes, shrink, only_ops,
     else:
         examined = _run(path, prompt, run)
         how = (examined, ref, ref_ggml, tolerance)
-        same, result = _sweep(*how, axes) if axes else _compare(*how, save, shrink)
+        same, result = _sweep(*how, axes) if axes else _compare(*how, save, shrink, plot)
     if as_json:
         emit_json(result)
     ctx.exit(0 if same else DIFFERENT)
@@ -83,8 +85,10 @@ def _run(path: str | None, prompt, options: dict):
     return Run(path=path, tokens=tuple(tokens), **options)
 
 
-def _compare(run, ref: str, ref_ggml: str | None, tolerance: float, save: str | None, shrink: Path | None) -> tuple[bool, object]:
-    from ..parity import Recording, compare, cut_like, record_apart, reference_of
+def _compare(
+    run, ref: str, ref_ggml: str | None, tolerance: float, save: str | None, script: Path | None, picture: Path | None
+) -> tuple[bool, object]:
+    from ..parity import Recording, compare, cut_like, plot, record_apart, reference_of
 
     wanted = reference_of(ref, run, ggml=ref_ggml)
     run = cut_like(run, wanted)
@@ -101,9 +105,12 @@ def _compare(run, ref: str, ref_ggml: str | None, tolerance: float, save: str | 
     found = compare(ours, reference, tolerance=tolerance)
     for line in report(found):
         emit(line + "\n")
-    if shrink and found.first:
-        _shrink(shrink, found, run, wanted, ours, reference)
-    elif shrink:
+    if picture:
+        write_text(picture, plot(found))
+        note(f"wrote {picture}")
+    if script and found.first:
+        _shrink(script, found, run, wanted, ours, reference)
+    elif script:
         note("no node differs, so there is no op to write")
     return not found.misses, document(found)
 

@@ -9,6 +9,7 @@ from .compare import Comparison, Joined, compare, nmse
 from .one_op import OneOp
 from .pairs import cut_like, providers, reference_of, sweep
 from .recording import Recording, Value
+from .plot import plot
 from .shrink import shrink
 from .sides import FLOAT64, LLAMA, SESSION, Run, record
 
@@ -25,6 +26,7 @@ __all__ = [
     "compare",
     "cut_like",
     "nmse",
+    "plot",
     "providers",
     "record",
     "record_apart",

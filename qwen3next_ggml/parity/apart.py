@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,5 +45,11 @@ def _apart(run: Run, node: Sequence, load: Callable[[Path], Result]) -> Result:
         if done.returncode == REFUSED:
             raise BackendError(said.splitlines()[-1])
         if done.returncode:
-            raise BackendError(f"the process that ran {run.kind} on {run.device} ended with status {done.returncode}: {said[-2000:]}")
+            how = _ending(done.returncode)
+            raise BackendError(f"the process that ran {run.kind} on {run.device} ended with {how}: {said[-2000:] or 'without a word'}")
         return load(out)
+
+
+def _ending(status: int) -> str:
+    """Say how a process ended: 3 → "status 3", -11 → "signal SIGSEGV"."""
+    return f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"

@@ -126,7 +126,7 @@ class OnDevice(Graph):
         laid = Laid(type, ne, nb or _strides(type, ne))
         flat = ne if laid.contiguous else (raw.nbytes // kind.type_size * kind.block_size,)
         base = self.set_input(self.context.new_tensor(kind, *flat, name=name))
-        self._arrays[base] = raw
+        self._arrays[base] = raw.reshape(ne[::-1]) if laid.contiguous and type in _NUMPY else raw
         return base if laid.contiguous else self.part(base, type, ne=ne, nb=laid.nb)
 
     def type(self, name: str) -> types.GgmlType:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +15,7 @@ from qwen3next_ggml.graph import delta_net
 from qwen3next_ggml.models import qwen3next
 from qwen3next_ggml.parity import ops, pairs
 from qwen3next_ggml.parity.op_cases import cases
+from qwen3next_ggml.parity.plot import OFF
 from tests.kit import run_python
 
 PROMPT = ("-p", "hello world", "-t", 1)
@@ -80,6 +82,21 @@ def test_the_op_that_differs_becomes_a_script(qgraph, toys, here, tiled_heads, t
     assert "REPEAT behind q_conv_predelta-0 #0" in text and "y = g.repeat_4d(a, 32, " in text and "g.part(y, " not in text
     done = run_python(f"exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'), {{'__file__': {str(path)!r}, '__name__': '__main__'}})")
     assert done.returncode == 1 and done.stdout.startswith("REPEAT [32, ") and done.stderr == ""
+
+
+def test_a_picture_has_a_dot_for_every_node(qgraph, toys, here, tiled_heads, tmp_path):
+    path = tmp_path / "nodes.svg"
+    result = qgraph("parity", toys.t0, *PROMPT, "--ref", "float64", "--plot", path, "--json")
+    found, svg = document(result), ElementTree.parse(path).getroot()
+    tag = "{http://www.w3.org/2000/svg}"
+    dots = [circle for circle in svg.iter(f"{tag}circle") if circle.get("r") == "2"]
+    assert (result.exit_code, result.stderr, len(dots)) == (1, f"wrote {path}\n", found["nodes"])
+    assert sum(dot.get("fill") == OFF for dot in dots) == found["misses"] > 10
+    assert [text.text for text in svg.iter(f"{tag}text") if text.get("font-weight")] == ["q_conv_predelta-0"]
+    # what is further off lies higher
+    heights = {dot.find(f"{tag}title").text.split(": ")[1]: float(dot.get("cy")) for dot in dots}
+    exact = sorted((float(off), -y) for off, y in heights.items() if off.endswith(tuple("0123456789")))
+    assert [y for _, y in exact] == sorted(y for _, y in exact) and exact[0][1] < exact[-1][1]
 
 
 def test_equal_sides_give_no_script(qgraph, toys, here, tmp_path):
@@ -161,7 +178,7 @@ def test_ops(qgraph, monkeypatch, factor, code):
 
 @pytest.mark.parametrize("args, said", [
     (("--sweep", "--save", "x"), "exclude each other"), (("--ops", "--sweep"), "exclude each other"), (("-fa", "maybe"), "not one of on, off"),
-    (("--sweep", "--shrink", "x.py"), "exclude each other"), (("-p", "a", "--shrink", "x.txt"), "does not end in .py"),
+    (("--sweep", "--shrink", "x.py"), "exclude each other"), (("--ops", "--plot", "x.svg"), "exclude each other"), (("-p", "a", "--shrink", "x.txt"), "does not end in .py"),
     (("-p", "a", "--sweep", "speed"), "'speed' is not one of 'ubatch'"),
     ((), "no prompt"), (("-p", "a", "--tolerance", "small"), "not a valid float"),
 ])  # fmt: skip

@@ -1,0 +1,52 @@
+"""docs/parity.md shows what its commands print, and the pictures they draw."""
+
+import re
+import runpy
+
+import pytest
+
+from tests.kit.process import ROOT
+
+PAGE = runpy.run_path(str(ROOT / "docs" / "make_parity.py"))
+BLOCKS = [block for block in PAGE["BLOCK"].findall(PAGE["PAGE"].read_text()) if not PAGE["needs_vulkan"](block)]
+NUMBER = re.compile(r"(?<![\w-])(?:\d[\d.,]*(?:e[+-]\d+)?|inf)(?![\w])")
+
+
+def words(printed):
+    """Leave out what differs between machines: numbers but for zero, and which node of a layer is the worst."""
+    masked = NUMBER.sub(lambda found: "0" if found[0] == "0.0e+00" else "#", re.sub(r"\bnode_\d+", "node", printed))
+    lines = (re.sub(r"(#  )\S+$", r"\1node", re.sub(r"\.py:#", ".py", line)) for line in masked.splitlines())
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split()[1] + "-" + str(BLOCKS.index(block)))
+def test_the_page_shows_what_is_printed(block, folder):
+    """In order and in one folder: a script is run after the command that wrote it."""
+    found = list(PAGE["commands"](block))
+    assert found
+    for command, shown in found:
+        printed = PAGE["run"](command, folder)
+        assert words(printed) == words(shown) and len(words(shown)) > 0, command
+
+
+def test_the_pictures_are_those_the_commands_draw(folder):
+    text = PAGE["PAGE"].read_text()
+    for name in ("parity-plain.svg", "parity-lean.svg"):
+        kept, drawn = (re.findall(r"<text[^>]*>([^<]+)", (place / name).read_text()) for place in (ROOT / "docs", folder))
+        assert f"]({name})" in text and kept == drawn and len(kept) > 60, "run: python docs/make_parity.py"
+    dots = [path.read_text().count('r="2"') for path in (folder / "parity-nodes.svg", ROOT / "docs" / "parity-nodes.svg")]
+    assert dots[0] == dots[1] > 300
+
+
+@pytest.mark.parametrize("shown, printed, same", [
+    ("worst 1.2e-06  l_out-3", "worst 3.2e-05  l_out-4", True), ("worst 0.0e+00  -", "worst 1.0e-05  l_out-3", False),
+    ("made by graph/linear.py:12", "made by graph/linear.py:13", True), ("MUL_MAT [192, 23]", "MUL_MAT_ID [192, 23]", False),
+    ("difference: attn-3 #0, NMSE 1.0e-06", "difference: attn-4 #0, NMSE 1.0e-06", False),
+])  # fmt: skip
+def test_what_is_left_out_of_the_comparison(shown, printed, same):
+    assert (words(shown) == words(printed)) is same
