@@ -66,7 +66,8 @@ def test_what_an_option_hides_costs_that_option_alone(model, quiet):
 
 
 def test_the_benchmark_prints_its_rows(capsys):
-    assert benchmark.main(["-n", "2", "-r", "1", "-t", "1", "--capture", "z-0", "--provider", os.environ.get("QGRAPH_GGML") or "ggml_python"]) == 0
+    provider = os.environ.get("QGRAPH_GGML") or "ggml_python"
+    assert benchmark.main(["-n", "2", "-r", "1", "-t", "1", "--capture", "z-0", "--provider", provider]) == 0
     *lines, document = capsys.readouterr().out.splitlines()
     rows = json.loads(document)["rows"]
     assert [line.split()[0].rstrip(",") for line in lines] == ["nothing", *(row["capture"][0] for row in rows[1:])] and len(rows) == 6

@@ -34,7 +34,8 @@ def test_any_number_of_experts_is_float64s(toys, count, layouts):
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"expert_used_count": 11}, "11.*10"), ({"expert_count": 0}, "0 experts"), ({"expert_count": 0, "expert_used_count": 0}, "0 experts, 0 used"),
+    ({"expert_used_count": 11}, "11.*10"), ({"expert_count": 0}, "0 experts"),
+    ({"expert_count": 0, "expert_used_count": 0}, "0 experts, 0 used"),
     ({"expert_used_count": 0}, "10 experts, 0 used"), ({"expert_count": None}, "0 experts"),
 ], ids=str)  # fmt: skip
 def test_counts_that_mean_nothing_are_refused_at_load(toys, tmp_path, changes, says):

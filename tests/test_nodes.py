@@ -157,7 +157,8 @@ def test_every_name_by_itself(model, truth, delta_net, graph, flash_attn):
     want = truth(delta_net, (n,))[0]
     with model.session(**options(delta_net, "plain", flash_attn)) as s:
         names = list(record(s, n))
-    patterns = dict.fromkeys(f"{base}-*" if layer[:1].isdigit() else name for name in names for base, _, layer in [name.rpartition("-")])
+    parts = {name: name.rpartition("-") for name in names}
+    patterns = dict.fromkeys(f"{base}-*" if layer[:1].isdigit() else name for name, (base, _, layer) in parts.items())
     assert len(patterns) > 55
     with model.session(**options(delta_net, graph, flash_attn)) as s:
         for pattern in patterns:

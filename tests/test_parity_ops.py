@@ -26,7 +26,8 @@ def test_the_cpu_is_right(op):
 
 def test_the_grids_are_those_of_the_field_cases():
     shapes = {op: [case.shape for case in CASES if case.op == op] for op in ("gated_delta_net", "solve_tri", "mul_mat_id")}
-    assert {op: len(found) for op, found in shapes.items()} == {"gated_delta_net": 144 + 144 + 120, "solve_tri": 36 + 2, "mul_mat_id": 75 + 2}
+    counted = {op: len(found) for op, found in shapes.items()}
+    assert counted == {"gated_delta_net": 144 + 144 + 120, "solve_tri": 36 + 2, "mul_mat_id": 75 + 2}
     assert all(len(set(found)) == len(found) for found in shapes.values())
     assert {"n 64, k 64, batch 4x2", "n 128, k 33, batch 4x2"} <= set(shapes["solve_tri"])
     assert {f"{kind}, 512 experts, top 10, 8192 tokens" for kind in ("f16", "q8_0", "q4_k", "q6_k")} <= set(shapes["mul_mat_id"])
@@ -152,7 +153,8 @@ def test_a_zero_on_the_diagonal_shows(at):
 
 
 @pytest.mark.parametrize("row, says", [
-    ([3, -1, 5], "expert -1 is outside 0 … 15"), ([3, 16, 5], "expert 16 is outside 0 … 15"), ([7, 2, 7], "token 1 has expert 7 more than once"),
+    ([3, -1, 5], "expert -1 is outside 0 … 15"), ([3, 16, 5], "expert 16 is outside 0 … 15"),
+    ([7, 2, 7], "token 1 has expert 7 more than once"),
 ], ids=["negative", "n_expert", "repeated"])  # fmt: skip
 def test_ids_that_mean_nothing_are_refused(row, says):
     """Before the op is built, where they are given; ids that a graph computes come from a top-k and cannot be these."""

@@ -37,7 +37,9 @@ def traced(toys):
     return [{name: np.squeeze(value) for name, value in row.items()} for row in rows]
 
 
-@pytest.mark.parametrize("name", ["attn_norm-0", "conv_output_silu-1", "final_output-2", "attn_pregate-3", "ffn_moe_out-1", "l_out-3", "result_norm"])
+@pytest.mark.parametrize("name", [
+    "attn_norm-0", "conv_output_silu-1", "final_output-2", "attn_pregate-3", "ffn_moe_out-1", "l_out-3", "result_norm",
+])  # fmt: skip
 @pytest.mark.parametrize("graph, delta_net", [("lean", "fused"), ("plain", "chunked")])
 def test_values_over_several_ubatches_are_the_references(model, traced, name, graph, delta_net):
     with model.session(**FAST, n_ubatch=16, graph=graph, delta_net=delta_net, flash_attn=False) as s, s.capture(name) as t:
@@ -128,7 +130,9 @@ def test_a_name_given_twice_on_the_way_is_replaced_once(session):
     assert max_abs(twice["ffn_moe_out-0"], 2 * once["ffn_moe_out-0"]) < 1e-6
 
 
-@pytest.mark.parametrize("fn, says", [(lambda g, x: g.sum(x), r"expected a value of shape \[64, 3, 1, 1\], got \[1, 1, 1, 1\]"), (lambda g, x: 5, "got 5")])
+@pytest.mark.parametrize("fn, says", [
+    (lambda g, x: g.sum(x), r"expected a value of shape \[64, 3, 1, 1\], got \[1, 1, 1, 1\]"), (lambda g, x: 5, "got 5"),
+])  # fmt: skip
 def test_a_patch_of_another_shape_is_refused(session, fn, says):
     want = session.decode(TOKENS[:3])
     session.clear()

@@ -18,6 +18,7 @@ from ..reference import kit
 from .op_case import ATTENTION_LIMIT, F32_LIMIT, HALF_LIMIT, QUANTISED_LIMIT, Case, against, f32, rng_of, stored
 from .small_op_cases import small_cases
 
+KINDS = (("f32", F32_LIMIT), ("f16", HALF_LIMIT), ("q8_0", QUANTISED_LIMIT), ("q4_k", QUANTISED_LIMIT), ("q6_k", QUANTISED_LIMIT))
 ROPE = SimpleNamespace(freq_base=1e7, freq_scale=1.0, n_ctx_orig=262144, ext_factor=0.0, attn_factor=1.0, beta_fast=32.0, beta_slow=1.0)
 YARN = SimpleNamespace(**{**vars(ROPE), "freq_scale": 0.25, "ext_factor": 1.0})
 
@@ -119,8 +120,7 @@ def _solve(g, n, m, *, transposed=False):
 
 
 def _experts() -> Iterator[Case]:
-    kinds = (("f32", F32_LIMIT), ("f16", HALF_LIMIT), ("q8_0", QUANTISED_LIMIT), ("q4_k", QUANTISED_LIMIT), ("q6_k", QUANTISED_LIMIT))
-    for (kind, limit), T in product(kinds, (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33, 519, 2048, 8192)):
+    for (kind, limit), T in product(KINDS, (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33, 519, 2048, 8192)):
         yield Case("mul_mat_id", f"{kind}, 512 experts, top 10, {T} tokens", lambda g, kind=kind, T=T: _expert(g, kind, T), limit)
     for n_expert, n_used in ((1, 1), (4, 4)):
         yield Case("mul_mat_id", f"f32, {n_expert} experts, top {n_used}, 33 tokens",
@@ -146,7 +146,7 @@ def _bank(kind, n_expert, n_in=256, n_out=4):
 
 
 def _matrices() -> Iterator[Case]:
-    for (kind, limit), T in product((("f32", F32_LIMIT), ("f16", HALF_LIMIT), ("q8_0", QUANTISED_LIMIT), ("q4_k", QUANTISED_LIMIT)), (1, 7, 65)):
+    for (kind, limit), T in product(KINDS[:-1], (1, 7, 65)):
         yield Case("mul_mat", f"{kind} [256, 33], {T} tokens", lambda g, kind=kind, T=T: _matrix(g, kind, T), limit)
 
 
