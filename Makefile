@@ -36,7 +36,7 @@ test: .venv/installed-test ## run the whole suite, once over each libggml
 parity: .venv/installed-test ## compare every node and the text with llama.cpp, same libggml on both sides
 	QGRAPH_GGML=llama_cpp $(PY) -m pytest $(PYTEST_ARGS) tests/test_against_llama.py tests/test_parity.py
 
-bench: .venv/installed-test ## measure against llama.cpp on the embedded model, interleaved; BENCH_ARGS="-m file.gguf …"
+bench: .venv/installed-test ## measure against llama.cpp, interleaved, 15 GiB of files in a cache; BENCH_ARGS="--rows decode …"
 	$(PY) -m benchmarks.vs_llama $(BENCH_ARGS)
 
 fuzz: .venv/installed-test ## run the property tests with many more examples

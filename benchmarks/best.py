@@ -1,22 +1,26 @@
 """llama.cpp's best configuration for a row: every candidate is tried on this machine, the fastest is kept in the cache folder.
 
 What is tried: weights mapped, copied or repacked, flash attention, ggml's tiled kernels, huge pages for what malloc gives, smaller
-ubatches for prompts, one KV cache or one per sequence. Each candidate runs alone, so the search is long and done once.
+ubatches for prompts, one KV cache or one per sequence. Each candidate runs alone, then the first few in turns; the search is long
+and done once.
 """
 
 import json
 import os
 import statistics
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
 from benchmarks.engines import EngineConfig
+from benchmarks.measure import Side, in_turns
 from benchmarks.rows import Row, Work
 from benchmarks.workers import Worker
 
 N_RUNS = 5
+N_FINAL, FINAL_ROUNDS = 3, 2
 
 
 def default_config(base: EngineConfig) -> EngineConfig:
@@ -49,9 +53,10 @@ def best_config(row: Row, base: EngineConfig, cache: Path, *, again: bool = Fals
     """Return the fastest candidate of a row, and what each gave; read from the cache folder where it was found before."""
     path = cache / f"best-{row.kind}-{row.n_seq}-{row.depth}-{Path(base.model).stem}-t{base.n_threads}-{version('llama-cpp-python')}.json"
     if again or not path.exists():
-        found = [_try(row, config, work, say) for config in candidates(row, base)]
+        found = sorted((_try(row, config, work, say) for config in candidates(row, base)), key=lambda one: -one["tokens_per_second"])
+        found = run_off(row, found[:N_FINAL], work, say) + found[N_FINAL:]
         cache.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(sorted(found, key=lambda one: -one["tokens_per_second"]), indent=1))
+        path.write_text(json.dumps(found, indent=1))
     found = json.loads(path.read_text())
     # the file may lie elsewhere today, and another row of this kind may need more room
     return replace(EngineConfig(**found[0]["config"]), model=base.model, n_ctx=base.n_ctx, provider=base.provider), found
@@ -66,3 +71,20 @@ def _try(row: Row, config: EngineConfig, work: dict, say) -> dict:
     speed = statistics.median(speeds)
     say(f"  {row.name}: llama.cpp with {config.policy}: {speed:.1f} t/s")
     return {"tokens_per_second": speed, "speeds": speeds, "policy": config.policy, "config": asdict(config)}
+
+
+def run_off(row: Row, found: list[dict], work: dict, say) -> list[dict]:
+    """Let the first ones run in turns and return them in the order of that: alone, each met a machine in another mood."""
+    sides = [Side(one["policy"], EngineConfig(**one["config"])) for one in found]
+    with ExitStack() as stack:
+        workers = {side.against: stack.enter_context(Worker("llama.cpp", side.config)) for side in sides}
+        job = Work(row, workers[sides[0].against].call("n_vocab"), **work)
+        for worker in workers.values():
+            job.prepare(worker)
+            job.run(worker)
+        in_turns(sides, lambda side: job.run(workers[side.against]), FINAL_ROUNDS)
+    speeds = {side.against: row.n_tokens / statistics.median(side.seconds) for side in sides}
+    for policy, speed in speeds.items():
+        say(f"  {row.name}, in turns: llama.cpp with {policy}: {speed:.1f} t/s")
+    ranked = [one | {"in_turns": speeds[one["policy"]]} for one in found]
+    return sorted(ranked, key=lambda one: -one["in_turns"])

@@ -51,6 +51,7 @@ def parse_args(argv):
     add("--mmap", choices=("auto", "0", "1"), default="auto", help="map weights (1), copy them into huge pages (0), or copy small files")
     add("--provider", help="our libggml: llama_cpp (llama.cpp's own) or ggml_python (the row's; llama_cpp)")
     add("--graph", default="auto", help="our graph: auto, plain (llama.cpp's own), lean, or with changes: lean,prune_last=0 (auto)")
+    add("--ours", choices=(OURS, "llama.cpp"), default=OURS, help="llama.cpp: against itself, which shows the noise of the machine")
     add("--cpu-clock", action="store_true", help="count CPU time, on a machine that is not quiet; needs -t 1, and rows other than starts")
     add("--search", action="store_true", help="look for llama.cpp's best configurations anew")
     add("--fresh-pages", action="store_true", help="drop the file from the page cache first, so that it is read into huge pages")
@@ -75,11 +76,17 @@ def wanted_rows(args) -> list[Row]:
 
 def our_config(row: Row, args, path: Path) -> EngineConfig:
     said = {"0": False, "1": True}
-    return EngineConfig(
-        model=str(path), n_ctx=row.n_ctx, n_ubatch=args.ubatch_size, n_seq_max=row.n_seq, n_threads=args.threads, repack=said.get(args.repack, args.repack),
-        flash_attn=bool(args.flash_attn), use_mmap=said.get(args.mmap, args.mmap), provider=args.provider or row.provider,
-        graph=args.graph, cpu_clock=args.cpu_clock,
+    config = EngineConfig(
+        model=str(path), n_ctx=row.n_ctx, n_ubatch=args.ubatch_size, n_seq_max=row.n_seq, n_threads=args.threads,
+        flash_attn=bool(args.flash_attn), repack=said.get(args.repack, args.repack), use_mmap=said.get(args.mmap, args.mmap),
+        provider=args.provider or row.provider, graph=args.graph, cpu_clock=args.cpu_clock,
     )  # fmt: skip
+    return config if args.ours == OURS else as_llama(config)
+
+
+def as_llama(config: EngineConfig) -> EngineConfig:
+    """Return a config of ours as llama.cpp can be loaded: it has no "auto"."""
+    return replace(config, repack=config.repack is True, use_mmap=config.use_mmap is not False)
 
 
 def state_path(cache: Path, row: Row, config: EngineConfig):
@@ -99,13 +106,12 @@ def run_row(row: Row, args) -> dict:
     machine.warm(path)
     ours = our_config(row, args, path)
     work = {"state_path": state_path(args.cache, row, ours)} if row.kind == "deep" else {}
-    sides, searched = [Side(OURS, ours, OURS)], {}
+    sides, searched = [Side(OURS, ours, args.ours)], {}
     for name in args.against or row.targets:
         if name == "best":
             config, searched[name] = best_config(row, ours, args.cache, again=args.search, say=progress, **work)
         else:
-            same = replace(ours, repack=ours.repack is True, use_mmap=ours.use_mmap is not False)
-            config = default_config(ours) if name == "default" else same
+            config = default_config(ours) if name == "default" else as_llama(ours)
         sides.append(Side(name, config))
     return measure(row, sides, rounds=args.rounds, say=progress, work_options=work) | {"searched": searched}
 
