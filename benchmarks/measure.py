@@ -122,8 +122,10 @@ def _steps(row: Row, sides, rounds: int, say, options: dict):
             side.memory = workers[side.against].call("memory")
         ours = workers[sides[0].against]
         if ours.side == OURS and row.kind in ("decode", "deep"):
-            # last, because it takes memory of its own
-            details |= {"step": ours.call("step_cost"), "read_bandwidth": ours.call("read_bandwidth")}
+            details["step"] = ours.call("step_cost")
+            if not ours.config.cpu_clock:
+                # last, because it takes memory of its own
+                details["read_bandwidth"] = ours.call("read_bandwidth")
         return found, details
 
 

@@ -1,5 +1,6 @@
 """The benchmark prints speeds where both sides agree, and none where they do not; it pairs neighbours and keeps to its rows."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -10,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import best, measure, report, vs_llama
+from benchmarks import best, measure, options, report, vs_llama
 from benchmarks.engines import EngineConfig
 from benchmarks.equivalence import compare, limit_between
 from benchmarks.measure import Comparison, Side, compared, in_turns
 from benchmarks.models import EMBEDDED, model_path
 from benchmarks.rows import ROWS, TABLE, Row
+from qwen3next_ggml.graph.options import FAST_OPTIONS
 
 ROOT = Path(__file__).parents[1]
 PROVIDER = os.environ.get("QGRAPH_GGML") or "ggml_python"
@@ -243,3 +245,31 @@ def test_files_are_found(tmp_path):
     made = tmp_path / "qwen3-next-80b-12-layers-q4_k.gguf"
     made.write_bytes(b"there")
     assert model_path("twelve", tmp_path, "x.gguf") == made
+
+
+# --- ours against ours
+
+
+def test_settings_of_a_side_are_read():
+    assert options.parsed("graph=lean,prune_last=0 repack=dense use_mmap=0 n_ubatch=256 flash_attn=1") == {
+        "graph": "lean,prune_last=0", "repack": "dense", "use_mmap": False, "n_ubatch": 256, "flash_attn": True,
+    }  # fmt: skip
+    with pytest.raises(argparse.ArgumentTypeError, match="grahp"):
+        options.parsed("grahp=lean")
+
+
+def test_every_option_of_the_graph_is_left_out_and_given_once():
+    sides = list(options.graph_sides().values())
+    named = [side["graph"] for side in sides]
+    assert named[0] == "lean" and len(set(named)) == len(named) == 2 + 2 * len(FAST_OPTIONS)
+    assert {f"lean,{name}=0" for name in FAST_OPTIONS} | {f"plain,{name}=1" for name in FAST_OPTIONS} < set(named)
+
+
+def test_our_options_are_compared():
+    sides = ("graph=lean", "graph=lean,prune_last=0", "graph=plain repack=0 use_mmap=1")
+    status, lines, _ = run("benchmarks.options", "--sides", *sides, "-m", EMBEDDED, "-p", 9, "-n", 2, "-r", 1, "-t", 1, "--cpu-clock")
+    rows = json.loads(lines[-1])["rows"]
+    assert status == 0 and [row["row"] for row in rows] == ["pp9", "tg2"]
+    for row in rows:
+        assert [side["config"]["graph"] for side in row["sides"]] == ["lean", "lean,prune_last=0", "plain"]
+        assert all(side["name"].startswith("ours") for side in row["sides"]) and len(row["comparisons"]) == 2
