@@ -28,24 +28,30 @@ def default_config(base: EngineConfig) -> EngineConfig:
     return replace(base, repack=True, use_mmap=True, flash_attn=True, tiled=True, huge_malloc=False, n_ubatch=512, kv_unified=True)
 
 
+def fits(configs) -> bool:
+    """Say whether engines can be loaded together, with the file in the page cache, without a copy for those that map it."""
+    size = Path(configs[0].model).stat().st_size
+    n_copies = sum(bool(config.repack) or not config.use_mmap for config in configs)
+    return (1 + n_copies) * size + (3 << 30) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def candidates(row: Row, base: EngineConfig) -> list[EngineConfig]:
     """Return the configurations worth trying; those that copy the weights only where the copy and the file fit in memory."""
     default = default_config(base)
-    copies = 2 * Path(base.model).stat().st_size + (3 << 30) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    copies = fits([replace(default, repack=True)])
     loads = [dict(repack=False)]
     loads += [dict(repack=False, use_mmap=False, huge_malloc=True), dict(), dict(huge_malloc=True)] if copies else []
     if row.kind == "deep":
-        # a context filled without flash attention takes minutes more, and at this depth the rest hardly matters
-        return [replace(default, **load, flash_attn=flash) for load, flash in product(loads[:2], (True, False))]
-    # repacked weights never meet the tiled kernels
+        # each context takes minutes to fill, and at this depth it hardly matters where weights lie
+        return [replace(default, repack=False, flash_attn=flash) for flash in (True, False)]
+    # many sequences try how KV is laid out instead of flash attention; repacked weights never meet the tiled kernels
+    second = ("kv_unified" if row.n_seq > 1 else "flash_attn", (True, False))
     tried = [
-        replace(default, **load, flash_attn=flash, tiled=tiled)
-        for load, flash, tiled in product(loads, (True, False), (True, False)) if tiled or "repack" in load
+        replace(default, **load, tiled=tiled, **{second[0]: choice})
+        for load, choice, tiled in product(loads, second[1], (True, False)) if tiled or "repack" in load
     ]  # fmt: skip
     if row.kind == "prompt":
-        tried += [replace(config, n_ubatch=256) for config in (default, replace(default, repack=False))]
-    if row.n_seq > 1:
-        tried += [replace(config, kv_unified=False) for config in tried]
+        tried += [replace(config, n_ubatch=256) for config in (default, replace(default, repack=False)) if copies or not config.repack]
     return tried
 
 
@@ -54,7 +60,9 @@ def best_config(row: Row, base: EngineConfig, cache: Path, *, again: bool = Fals
     path = cache / f"best-{row.kind}-{row.n_seq}-{row.depth}-{Path(base.model).stem}-t{base.n_threads}-{version('llama-cpp-python')}.json"
     if again or not path.exists():
         found = sorted((_try(row, config, work, say) for config in candidates(row, base)), key=lambda one: -one["tokens_per_second"])
-        found = run_off(row, found[:N_FINAL], work, say) + found[N_FINAL:]
+        configs = [EngineConfig(**one["config"]) for one in found]
+        n = max(n for n in range(1, N_FINAL + 1) if n == 1 or fits(configs[:n]))
+        found = run_off(row, found[:n], work, say) + found[n:]
         cache.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1))
     found = json.loads(path.read_text())

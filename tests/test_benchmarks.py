@@ -201,7 +201,9 @@ def test_candidates_differ_and_copies_must_fit(tmp_path, monkeypatch):
         assert any(values.items() <= vars(config).items() for config in tried)
     assert any(config.n_ubatch == 256 for config in best.candidates(ROWS["prompt"], base))
     assert {config.kv_unified for config in best.candidates(ROWS["batch8"], base)} == {True, False}
+    assert best.fits(tried[:3])
     os.truncate(path, 1 << 40)
+    assert not best.fits([base])
     assert all(config.use_mmap and not config.repack for config in best.candidates(row, base))
 
 
