@@ -188,6 +188,7 @@ def _row(model, session, test: Test, setting: dict, began: datetime, samples_ns:
         "avg_ts": statistics.mean(speeds),
         "stddev_ts": spread(speeds),
         "graph": setting["graph"],
+        "load_mode_asked": setting["load_mode"],
         "repack_asked": setting["repack"],
         "delta_net": session.options.delta_net,
         "ggml_version": provider().version,

@@ -52,7 +52,7 @@ def _csv_line(row: Mapping) -> str:
 def _markdown(rows: Iterable[Mapping], varied: Sequence[str]) -> Iterator[str]:
     titles = {"n_threads": "threads", "flash_attn": "fa", "load_mode": "load"}
     # "auto" is told apart from what it came to
-    keys = ["repack_asked" if name == "repack" else name for name in varied]
+    keys = [f"{name}_asked" if name in ("load_mode", "repack") else name for name in varied]
     widths = (24, 10, 10, 8, *(8 for _ in varied), 14, 20)
     header = ("model", "size", "params", "backend", *(titles.get(name, name) for name in varied), "test", "t/s")
     yield _line(header, widths)

@@ -94,7 +94,7 @@ def _load_plan(file, table) -> dict:
     from ..ggml import device, provider
     from ..tensors import load_weights
 
-    with load_weights(file, table, device("CPU"), data=False) as weights:
+    with load_weights(file, table, device("CPU"), repack="auto", mmap="auto", data=False) as weights:
         return {
             "ggml": f"{provider().version} from {provider().name}", "nbytes": dict(weights.planned), "placement": placement(weights),
             "why": weights.policy.why, "notes": list(weights.notes),

@@ -126,4 +126,5 @@ def test_a_file_is_loaded_once_for_each_policy(qgraph, monkeypatch):
     result = qgraph("bench", "-p", "4,5", "-n", 0, "-r", 1, "-t", 1, "--repack", "0,auto", "-lm", "mmap,none,auto", "-o", "json")
     assert loads == [(repack, mmap) for mmap in (True, False, "auto") for repack in (False, "auto")]
     assert [row["load_mode"] for row in json.loads(result.stdout)] == ["mmap"] * 4 + ["none"] * 8, "the embedded model is small"
+    assert [row["load_mode_asked"] for row in json.loads(result.stdout)] == ["mmap"] * 4 + ["none"] * 4 + ["auto"] * 4
     assert qgraph("bench", "--repack", "2").exit_code == 2

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
+import qwen3next_ggml as q
 from qwen3next_ggml.gguf_file import GgufFile, KeyValues
 from qwen3next_ggml.toy import write_toy
 from tests.kit import run_python
@@ -131,3 +132,14 @@ def test_a_large_vocabulary_is_inspected_at_once(tmp_path):
     assert shown["metadata"]["tokenizer.ggml.merges"] == f"[{N_MERGES} values]"
     seconds, mib, built = done.stderr.split()
     assert float(seconds) < 1 and float(mib) < 200 and built == "False"
+
+
+def test_how_a_file_would_be_loaded(qgraph, toys):
+    """The plan is that of `load`, by bytes, with the reasons; a file that cannot be used has none."""
+    path = toys.file(type="q4_0", geometry="tiny-q")
+    plan = report(qgraph("inspect", path, "--json"))["load"]
+    with q.load(path) as model:
+        assert plan["nbytes"] == model.weights.planned and plan["why"] == model.weights.policy.why
+        assert sum(plan["nbytes"].values()) == model.weights.nbytes and plan["nbytes"]["repacked"] > 0
+    text = qgraph("inspect", path).stdout
+    assert f"how it loads on the CPU, ggml {plan['ggml']}" in text and plan["why"] in text and "repacked as CPU_REPACK" in text
