@@ -18,8 +18,9 @@ from .graph.patch import Patch, matches
 from .graph_cache import GraphCache
 
 Shapes = Mapping[tuple[str, int], tuple[int, ...]]
-# (tokens, wanted rows) of the graphs that are compared: a dimension that follows one of them is the token axis
-FEW, MORE = (3, 2), (5, 4)
+# (tokens, wanted rows) of the graphs that are looked at: options may act on one token, on a few, or on a long prompt only;
+# and a dimension that follows the few or the more is the token axis
+ONE, FEW, MORE, LONG = (1, 1), (3, 2), (5, 4), (300, 299)
 
 
 class Capture(Mapping):
@@ -120,7 +121,6 @@ class Probes:
             self._served.clear()
             self.graphs.drop(lambda key: bool(key.captures or key.patches))
 
-
     def _shapes(self, key: GraphKey) -> Shapes:
         """Return the shape of everything that has a name in the graph of `key`."""
         key = replace(key, captures=("*",))
@@ -141,35 +141,41 @@ def look(shapes: Callable[[GraphKey], Shapes], key: GraphKey, patterns: Iterable
     Raises GraphError for a pattern that names nothing, with the closest names.
     """
     patterns = tuple(patterns)
+    forms = (ONE,) if key.options.delta_net == "autoregressive" else (ONE, FEW, LONG)
 
-    def named(key: GraphKey) -> Shapes:
-        return {at: ne for at, ne in shapes(key).items() if any(matches(p, *at) for p in patterns)}
+    def of(key: GraphKey, form: tuple[int, int]) -> Shapes:
+        return shapes(replace(key, sizes=replace(key.sizes, n_seq_tokens=form[0], n_outputs=form[1], keep=())))
 
-    few = replace(key, sizes=replace(key.sizes, n_seq_tokens=FEW[0], n_outputs=FEW[1], keep=()))
+    def named(key: GraphKey) -> set:
+        return {(form, at, ne) for form in forms for at, ne in of(key, form).items() if any(matches(p, *at) for p in patterns)}
+
     on = [name for name in FAST_OPTIONS if getattr(key.options, name) != getattr(PLAIN, name)]
-    few, off = _without(few, on), []
-    wanted = named(few)
+    fast, off = _without(key, on), []
+    wanted = named(fast)
+    # most nodes are hidden by no option, and then there is no need to try them one by one
+    if wanted <= named(key):
+        fast, on = key, []
     for name in on:
-        faster = replace(few, options=few.options.but(**{name: getattr(key.options, name)}))
-        if wanted.items() <= named(faster).items():
-            few = faster
+        faster = replace(fast, options=fast.options.but(**{name: getattr(key.options, name)}))
+        if wanted <= named(faster):
+            fast = faster
         else:
             off.append(name)
-    wanted = named(few)
+    found = dict.fromkeys(at for _, at, _ in named(fast))
     for pattern in patterns:
-        if not any(matches(pattern, *at) for at in wanted):
-            raise GraphError(f"no node is named {pattern}; {_closest(pattern, shapes(few))}")
-    more = named(replace(few, sizes=replace(few.sizes, n_seq_tokens=MORE[0], n_outputs=MORE[1])))
-    return {at: _token_axis(ne, more.get(at)) for at, ne in wanted.items()}, tuple(off)
+        if not any(matches(pattern, *at) for at in found):
+            raise GraphError(f"no node is named {pattern}; {_closest(pattern, [at for form in forms for at in of(fast, form)])}")
+    few, more = of(fast, FEW), of(fast, MORE)
+    return {at: _token_axis(few.get(at), more.get(at)) for at in found}, tuple(off)
 
 
 def _without(key: GraphKey, options: Iterable[str]) -> GraphKey:
     return replace(key, options=key.options.but(**{name: getattr(PLAIN, name) for name in options}))
 
 
-def _token_axis(few: tuple[int, ...], more: tuple[int, ...] | None) -> int | None:
+def _token_axis(few: tuple[int, ...] | None, more: tuple[int, ...] | None) -> int | None:
     """Return the numpy axis of a value (ne reversed, four of them) that grew with the tokens."""
-    grown = [i for i, (a, b) in enumerate(zip(few, more or few)) if a != b and any(a * m == b * f for f, m in zip(FEW, MORE))]
+    grown = [i for i, (a, b) in enumerate(zip(few or (), more or ())) if a != b and any(a * m == b * f for f, m in zip(FEW, MORE))]
     return 3 - grown[0] if len(grown) == 1 else None
 
 

@@ -11,7 +11,7 @@ from benchmarks import capture as benchmark
 STEPS = 20
 # a node is read where it is; a view, or what a later node overwrites, through one copy of its own size
 IN_PLACE = ("l_out-1", "attn_norm-0", "ffn_moe_down-2", "conv_output_silu-0", "linear_attn_out-2")
-THROUGH_A_COPY = ("v_conv_predelta-1", "state_predelta-0", "Qcur_view-3", "gate-3", "linear_attn_qkv_mixed-1")
+THROUGH_A_COPY = ("v_conv_predelta-1", "conv_states-0", "Qcur_view-3", "gate-3", "linear_attn_qkv_mixed-1")
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +55,10 @@ def test_one_value_is_one_copy_at_most(model, quiet, name, n_copies):
             assert cost(built) == (quiet[0] + n_copies, quiet[1] + n_copies * value.nbytes) and value.nbytes == 4 * node.nelements
 
 
-def test_what_an_option_hides_costs_that_option_alone(model, quiet):
-    with model.session(n_ctx=256) as s, s.capture("ffn_moe_probs-1"):
-        options = s.probes.key(s.probes.base).options
-        assert options == s.options.but(top_k_first=False)
+def test_what_options_hide_costs_those_options_alone(model, quiet):
+    for name, hidden in (("ffn_moe_probs-1", ("top_k_first",)), ("new_state-2", ("state_in_place", "heads_as_seqs"))):
+        with model.session(n_ctx=256) as s, s.capture(name):
+            assert s.probes.key(s.probes.base).options == s.options.but(**dict.fromkeys(hidden, False))
     # more is not less: everything at once is seen by the same measure
     with model.session(n_ctx=256) as s, s.capture("*"):
         s.decode([1])

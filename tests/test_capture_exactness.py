@@ -9,6 +9,7 @@ import pytest
 import qwen3next_ggml
 from qwen3next_ggml import ggml, graph_cache
 from qwen3next_ggml.graph.options import FAST_OPTIONS, LEAN, PLAIN
+from qwen3next_ggml.parity.recording import is_named
 from tests.kit import halves, same
 
 TEXT = np.random.default_rng(31).integers(0, 97, 400).tolist()
@@ -93,7 +94,7 @@ def test_capturing_for_a_while(models, name, delta_net, graph):
 
 
 @pytest.mark.parametrize("patterns", [
-    ("attn_norm-*",), ("gate-*", "z-1", "attn_residual-0"), ("v_conv_predelta-2", "Kcur-3", "conv_input-0"),
+    ("attn_norm-*",), ("a_softplus-*", "z-1", "attn_residual-0"), ("v_conv_predelta-2", "Kcur-3", "conv_input-0"),
 ], ids=" ".join)  # fmt: skip
 def test_nodes_that_are_there_anyway_cost_no_option(models, patterns):
     """Captured for a while in the lean graph, between steps of the lean graph."""
@@ -126,7 +127,10 @@ def test_every_fast_option_survives_what_it_leaves_alone(models, name):
         with s.capture("*") as t, plain.capture("*") as want:
             s.clear(), plain.clear()
             s.decode(TEXT[:9], logits="all"), plain.decode(TEXT[:9], logits="all")
-        assert set(want) <= set(t) and all(t[x].shape == want[x].shape for x in want)
+        names = {name for name in want if is_named(name)}
+        assert names <= set(t)
+        # where V goes is a matter of the cache, which is made for the options of the session
+        assert all(t[name].shape == want[name].shape for name in names - {"attn_inp_v_idxs"})
 
 
 def writing(g, graph, wanted):

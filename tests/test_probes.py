@@ -185,9 +185,28 @@ def test_nodes_of_adjacent_slots_are_there_to_read(session, name):
     assert list(t) == [name] and np.isfinite(t[name]).all()
 
 
+def test_what_only_a_single_token_hides(session):
+    """A step may update states where they lie; asked for, they are there after every step."""
+    with session.capture("new_state-0", "state_predelta-0") as t:
+        for n in (3, 1, 1, 2):
+            before = session.state(0)["s"]
+            session.decode(TOKENS[:n])
+            assert np.array_equal(t["new_state-0"], session.state(0)["s"]) and np.array_equal(t["state_predelta-0"], before)
+
+
+@pytest.mark.parametrize("n", [1, 3, 16, 40])
+def test_what_only_a_long_prompt_reshapes(model, traced, n):
+    """The op of a prompt may pair the heads by itself; asked for, the repeated heads are there."""
+    with model.session(**FAST) as s, s.capture("k_conv_predelta-1") as t:
+        s.decode(TOKENS[:n])
+    assert t["k_conv_predelta-1"].reshape(n, 6, 32).shape == (n, 6, 32)
+    assert max_abs(t["k_conv_predelta-1"].reshape(n, 6, 32), np.stack([row["k_conv_predelta-1"] for row in traced[:n]])) < 1e-4
+
+
 def test_an_option_hidden_behind_another_is_found(model):
     """Two options that each remove a node: both are switched off for it, neither for another one."""
     def shapes(key):
+        """Of both options it is enough that one is on."""
         names = {("a-0", 0): (4, key.sizes.n_seq_tokens)}
         return names if key.options.prune_last or key.options.expert_sum else names | {("b-0", 0): (key.sizes.n_seq_tokens,)}
 
