@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -100,11 +100,12 @@ def compare(ours: Recording, theirs: Recording, *, tolerance: float = 1e-6) -> C
             only_here.append(f"{value.name}#{value.occurrence}")
             continue
         joined.add(place)
-        other = by_place[place]
-        pair = _same_extent(value, other)
+        both = _in_common(value, by_place[place], ours.ubatches, theirs.ubatches)
+        pair = _same_extent(*both) if both else None
         if pair is None:
             unlike.append(value.name)
         else:
+            value, other = both
             pair = _aligned(value.name, pair, ids)
             found = _difference(value.name, *pair)
             bad = found[0] > tolerance
@@ -113,6 +114,33 @@ def compare(ours: Recording, theirs: Recording, *, tolerance: float = 1e-6) -> C
         raise OptionError(f"nothing to compare: {theirs.title} has no node of the same name and extent")
     only_there = [f"{name}#{n or 0}" for name, n in by_place if (name, n) not in joined and not name.startswith(NOT_COMPARED)]
     return Comparison(ours.title, theirs.title, tolerance, tuple(nodes), *map(tuple, (only_here, only_there, unlike)))
+
+
+def _in_common(
+    ours: Value, theirs: Value, ubatches: Sequence[int], theirs_ubatches: Sequence[int]
+) -> tuple[Value, Value] | None:  # fmt: skip
+    """Return both values in the ubatches that have them on both sides; None where there are none, or none that can be told."""
+    if not ours.present and not theirs.present:
+        return ours, theirs
+    sides = ((ours, ubatches), (theirs, theirs_ubatches))
+    here, there = (_present(value, cut) for value, cut in sides)
+    if tuple(ubatches) != tuple(theirs_ubatches):
+        # of ubatches cut otherwise only the last is surely the same
+        return (ours, theirs) if (here[-1], there[-1]) == (len(ubatches) - 1, len(theirs_ubatches) - 1) else None
+    common = tuple(i for i in here if i in there)
+    found = tuple(_only(value, cut, common) for value, cut in sides) if common else ()
+    return found if all(found) and found else None
+
+
+def _present(value: Value, ubatches: Sequence[int]) -> Sequence[int]:
+    return value.present or range(len(ubatches))
+
+
+def _only(value: Value, ubatches: Sequence[int], wanted: tuple[int, ...]) -> Value | None:
+    parts = _parts(value, len(value.array), ubatches)
+    if parts:
+        return replace(value, array=np.concatenate([value.array[parts[i]] for i in wanted]), present=wanted)
+    return value if _present(value, ubatches)[-1] == wanted[-1] else None
 
 
 def _same_extent(ours: Value, theirs: Value) -> tuple[np.ndarray, np.ndarray] | None:
@@ -131,7 +159,7 @@ def of_ubatch(value: Value, other: Value, ubatches: Sequence[int], ubatch: int) 
 
 def _parts(value: Value, n: int, ubatches: Sequence[int]) -> dict[int, slice]:
     """Return where each ubatch lies on the first axis, of length `n`; nothing where only one value was kept."""
-    present = value.present or range(len(ubatches))
+    present = _present(value, ubatches)
     sizes = [ubatches[i] for i in present]
     ends = np.cumsum(sizes).tolist()
     if n == ends[-1]:
@@ -161,7 +189,7 @@ def _first_bad(value: Value, pair: Sequence[np.ndarray], ubatches: Sequence[int]
     """Return the first ubatch in which a node is off, the last that has it where only one value was kept."""
     parts = _parts(value, len(pair[0]), ubatches)
     if not parts:
-        return (value.present or range(len(ubatches)))[-1]
+        return _present(value, ubatches)[-1]
     off = {i: _difference(value.name, *(x[part] for x in pair))[0] for i, part in parts.items()}
     return next((i for i, x in off.items() if x > tolerance), max(off, key=off.get))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -124,17 +125,21 @@ def _kernel(node: ggml.Tensor, calls: Mapping) -> ggml.Tensor:
 
 def _taken(node: ggml.Tensor, kernel: ggml.Tensor, calls: Sequence) -> OneOp:
     names: dict[ggml.Tensor, str] = {kernel: "y"}
-    operands, arrays, spelt = {}, {}, []
-    read = kernel.src if kernel.op not in PLAIN_VIEW_OPS else kernel.src[0].src
-    for method, arguments in calls:
-        texts = []
+    operands, arrays, given = {}, {}, {}
+    for _, arguments in calls:
         for argument, x in arguments.items():
-            if isinstance(x, ggml.Tensor) and x not in names:
+            if isinstance(x, ggml.Tensor) and x != kernel:
                 # the script calls the graph g
-                name = names[x] = "gate" if argument == "g" else argument
-                operands[name], arrays[name] = _memory(x, there=x in read)
-            texts.append(_argument(x, names))
-        spelt.append((method, tuple(texts)))
+                given.setdefault(x, "gate" if argument == "g" else argument)
+    # what another operand is a view of comes before it
+    for x in sorted(given, key=lambda x: x.view_src in given):
+        name = names[x] = given[x]
+        operands[name] = Laid(x.type.name, x.ne, x.nb)
+        if x.view_src in names:
+            operands[name] = replace(operands[name], offset=x.view_offs, of=names[x.view_src])
+        else:
+            arrays[name] = stored(x.raw() if x.data else np.zeros(x.nbytes, np.uint8), x.type.name)
+    spelt = ((method, tuple(_argument(x, names) for x in arguments.values())) for method, arguments in calls)
     op = kernel.op if kernel.op not in PLAIN_VIEW_OPS else kernel.src[0].op
     result = Laid(node.type.name, node.ne, node.nb, node.data - kernel.data)
     whole = result.contiguous and node.nelements == kernel.nelements and node.type == kernel.type
@@ -147,8 +152,3 @@ def _argument(x: object, names: Mapping[ggml.Tensor, str]) -> object:
     if isinstance(x, ggml.GgmlType):
         return f"g.type({x.name!r})"
     return x.item() if isinstance(x, np.generic) else x
-
-
-def _memory(x: ggml.Tensor, *, there: bool) -> tuple[Laid, np.ndarray]:
-    """Return how an operand lies and its memory, gaps included; zeros for one of which the op only takes the shape."""
-    return Laid(x.type.name, x.ne, x.nb), stored(x.raw() if there else np.zeros(x.nbytes, np.uint8), x.type.name)

@@ -101,6 +101,9 @@ class Float64:
 
     flash_attn_ext_set_prec = mul_mat_set_prec
 
+    def into(self, a, owner, offset):
+        return a
+
     # rows, shapes and copies
 
     def get_rows(self, a, ids):
@@ -165,7 +168,7 @@ class Float64:
         for i in range(n_seqs):
             s = state[i]
             for t in range(T):
-                heads = (kit.pair_heads(x[i, t], H, "tiled") for x in (q, k))
+                heads = (kit.pair_heads(x[i * len(x) // n_seqs, t], H, "tiled") for x in (q, k))
                 gate = g[i, t] if g.shape[-1] > 1 else g[i, t, :, 0]
                 outs[i, t], s = kit.delta_step(s, *heads, v[i, t], gate, beta[i, t, :, 0])
                 if T - 1 - t < K:

@@ -34,12 +34,16 @@ _NUMPY = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64
 
 @dataclass(frozen=True)
 class Laid:
-    """How a tensor lies in memory: ggml's type, extents, and strides in bytes, `offset` bytes into what it is a view of."""
+    """How a tensor lies in memory: ggml's type, extents, strides in bytes, and `offset` bytes into what it is a view of.
+
+    `of` is another operand whose memory it shares, empty where its own memory is kept.
+    """
 
     type: str
     ne: tuple[int, ...]
     nb: tuple[int, ...]
     offset: int = 0
+    of: str = ""
 
     @property
     def contiguous(self) -> bool:
@@ -82,7 +86,10 @@ class OneOp:
 
     def script(self, *, device: str, ggml: str, tolerance: float) -> str:
         """Return the Python text that runs the op on `device` of `ggml` and compares."""
-        body = [f"{name} = g.operand({name!r}, {_spelt(laid)})" for name, laid in self.operands.items()]
+        body = [
+            f"{name} = g.part({laid.of}, {_spelt(laid)})" if laid.of else f"{name} = g.operand({name!r}, {_spelt(laid)})"
+            for name, laid in self.operands.items()
+        ]
         for i, (method, arguments) in enumerate(self.calls):
             call = f"g.{method}({', '.join(map(_text, arguments))})"
             body.append(call if i else f"y = {call}")
@@ -99,7 +106,7 @@ def _text(argument: object) -> str:
 
 
 def _laid(x: Mapping) -> Laid:
-    return Laid(x["type"], tuple(x["ne"]), tuple(x["nb"]), x["offset"])
+    return Laid(x["type"], tuple(x["ne"]), tuple(x["nb"]), x["offset"], x["of"])
 
 
 def _spelt(laid: Laid) -> str:
