@@ -45,7 +45,8 @@ def test_a_trace_is_a_reference(run, tmp_path, n_ubatch):
     assert here.ubatches(n_ubatch) == list(reference.ubatches) and not here.step
     found = compare(record(here), reference)
     assert found.misses == [] and len(found.nodes) > 150
-    assert {"new_state-0", "Kcur-3", "conv_input-1", "ffn_moe_topk-2", "qkv_mixed_transposed-0", "norm-0"} <= {n.value.name for n in found.nodes}
+    names = {"new_state-0", "Kcur-3", "conv_input-1", "ffn_moe_topk-2", "qkv_mixed_transposed-0", "norm-0"}
+    assert names <= {node.value.name for node in found.nodes}
 
 
 def test_a_trace_of_another_graph_differs_where_it_is_another(run, tmp_path):
@@ -103,7 +104,7 @@ def test_it_is_the_library_of_that_folder(build):
 
 @pytest.mark.parametrize("change, said", [
     ("m.VERSION = '0.4'", "is 0.5.0-dev, expected 0.4: its structures may be others"),
-    ("m.DEFAULTS['llama_context_default_params']['n_ubatch'] = 7", "lays out its parameters otherwise than llama.cpp 0.5: n_ubatch is 512, expected 7"),
+    ("m.DEFAULTS['llama_context_default_params']['n_ubatch'] = 7", "parameters otherwise than llama.cpp 0.5: n_ubatch is 512, expected 7"),
     ("m.ContextParams._fields_; m.FUNCTIONS['llama_fly'] = (None,)", "lacks llama_fly, which llama.cpp 0.5 has"),
 ], ids=["version", "layout", "function"])  # fmt: skip
 def test_another_llama_cpp_is_refused(build, change, said):

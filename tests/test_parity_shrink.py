@@ -49,7 +49,8 @@ def built_by(text):
 def alone(one, tolerance=0.0):
     """Run a script's build in this process → (NMSE here, NMSE to float64 here or None, same)."""
     provider = ggml.provider().name
-    lines, same = one_op.run(built_by(one.script(device="CPU", ggml=provider, tolerance=0)), one, device="CPU", ggml_name=provider, tolerance=tolerance)
+    build = built_by(one.script(device="CPU", ggml=provider, tolerance=0))
+    lines, same = one_op.run(build, one, device="CPU", ggml_name=provider, tolerance=tolerance)
     exact = lines[2].split("NMSE ")
     return float(lines[1].split()[-1]), float(exact[1].split()[0]) if exact[1:] else None, same
 
@@ -115,7 +116,8 @@ def program(path, *args):
 
 
 @pytest.mark.parametrize("bug, call, cure", [
-    (rope_over_the_head_width, "g.rope_ext(a, b, None, 24, ", "g.rope_ext(a, b, None, 6, "), (expert_weights_not_renormalised, "g.scale(a, 1.0)", None),
+    (rope_over_the_head_width, "g.rope_ext(a, b, None, 24, ", "g.rope_ext(a, b, None, 6, "),
+    (expert_weights_not_renormalised, "g.scale(a, 1.0)", None),
 ], ids=["rope", "weights"])  # fmt: skip
 @pytest.mark.parametrize("ref", ["float64", "plain"])
 def test_the_script_of_a_bug_shows_it_and_what_would_cure_it(run, here, monkeypatch, tmp_path, bug, call, cure, ref):
