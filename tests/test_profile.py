@@ -2,12 +2,14 @@
 
 import json
 from collections import Counter
-from time import perf_counter
+from statistics import median
+from time import perf_counter, thread_time
 
 import numpy as np
 import pytest
 
 import qwen3next_ggml as q
+import qwen3next_ggml.profile as profile_module
 from qwen3next_ggml.errors import OptionError
 from qwen3next_ggml.profile import _Watch, _watched, profile, read_bandwidth
 
@@ -70,27 +72,38 @@ def test_the_sum_is_what_the_clock_says(bard):
         assert 0.9 < max(parts) and all(part <= 1 for part in parts)
 
 
-def test_the_parts_are_the_whole(bard):
-    """Nodes without their calls are within 10 % of the graph in one call, as far as the machine lets two runs be alike."""
+@pytest.fixture
+def own_time(monkeypatch):
+    """One thread's CPU time instead of the clock's: what other processes take is neither in the parts nor in the whole."""
+    monkeypatch.setattr(profile_module, "perf_counter", thread_time)
+
+
+def ratios(bard, n):
+    """Nodes without their calls against the graph in one call, of n profiles."""
     with q.load(bard, n_threads=1) as model:
-        ratios = []
-        while len(ratios) < 12 and not any(abs(r - 1) < 0.1 for r in ratios):
+        for _ in range(n):
             [one] = profile(model, n_prompt=64, n_gen=0, n_ctx=256).passes
-            ratios.append(one.total / one.whole)
-    assert any(abs(r - 1) < 0.1 for r in ratios), ratios
+            yield one.total / one.whole
 
 
-def test_a_scope_that_is_left_out_is_missed(bard, monkeypatch):
-    """Without the experts the sum is far from the whole, however quiet the machine."""
+def test_the_parts_are_the_whole(bard, own_time):
+    """Within 10 %, as far as the machine lets two runs be alike."""
+    found = []
+    for ratio in ratios(bard, 9):
+        found.append(ratio)
+        if len(found) > 2 and abs(median(found) - 1) < 0.1:
+            return
+    raise AssertionError(found)
+
+
+def test_a_scope_that_is_left_out_is_missed(bard, own_time, monkeypatch):
     spans = _Watch._spans
 
     def without_experts(self, nodes):
         return [0.0 if node.op == "MUL_MAT_ID" else span for node, span in zip(nodes, spans(self, nodes))]
 
     monkeypatch.setattr(_Watch, "_spans", without_experts)
-    with q.load(bard, n_threads=1) as model:
-        ratios = [one.total / one.whole for _ in range(3) for one in profile(model, n_prompt=64, n_gen=0, n_ctx=256).passes]
-    assert max(ratios) < 0.9
+    assert median(ratios(bard, 5)) < 0.9
 
 
 def test_longer_prompts_take_longer(model):
