@@ -15,6 +15,10 @@ def repacked(weights):
     return {name for name, tensor in weights.by_name.items() if weights.placed[name] == "repacked"}
 
 
+def decls_of(path):
+    return {decl.name: decl for decl, _ in checked(path).found}
+
+
 def names_of(path, *kinds):
     return {decl.name for decl, info in checked(path).found if kind_of(decl) in kinds and info.type_name == "q4_k"}
 
@@ -84,29 +88,31 @@ def test_what_is_no_policy_is_refused(repack):
         choose_policy("0.25.3", (), 0, repack=repack, mmap=True)
 
 
-@pytest.mark.parametrize("version, features, types", [
+@pytest.mark.parametrize("version, features, dense", [
     ("0.15.3", ("AVX2",), {"q4_k", "q4_0", "iq4_nl"}),
     ("0.20.2", ("AVX2",), {"q4_k", "q4_0", "iq4_nl"}),
     ("0.25.3", ("AVX2",), {"q4_0", "iq4_nl"}),
     ("0.25.3-dirty", ("NEON",), {"q4_k", "q4_0", "iq4_nl"}),
     ("1.0.0", ("AVX512",), {"q4_0", "iq4_nl"}),
 ])  # fmt: skip
-def test_auto_repacks_what_no_tiled_kernel_reads(toys, version, features, types):
+def test_auto_repacks_what_gains_by_it(toys, version, features, dense):
+    """Dense products where no tiled kernel takes them as they are, the head where single rows gain, experts never."""
     policy = choose_policy(version, features, SMALL, repack="auto", mmap="auto")
+    wanted = {"dense": dense, "head": {"q4_0", "iq4_nl"}}
     for decl, _ in checked(toys.file(type="q4_k")).found:
-        wanted = types if kind_of(decl) == "dense" else set()
-        assert {name for name in ("q4_k", "q4_0", "iq4_nl") if policy.repacks(decl, name)} == wanted
+        assert {name for name in ("q4_k", "q4_0", "iq4_nl") if policy.repacks(decl, name)} == wanted.get(kind_of(decl), set())
     assert policy.why
 
 
 @pytest.mark.parametrize("type", ["q4_k", "q4_0"])
 def test_auto_on_this_provider(toys, type):
-    """Counted: what is rewritten follows from the version of ggml this runs over."""
-    path = toys.file(type=type, geometry="tiny-q")
+    """Counted: what is rewritten follows from the type and the version of ggml this runs over."""
+    path = toys.file(type=type, geometry="tiny-q", n_vocab=104)
     tiled = type == "q4_k" and provider().version.startswith("0.25") and "AVX2" in device("CPU").features
-    with Loaded(path, repack="auto") as auto, Loaded(path, repack="dense") as dense, Loaded(path, repack=True) as full:
-        assert repacked(auto) == (set() if tiled else repacked(dense)) and repacked(dense) < repacked(full)
-        assert len(repacked(dense)) > 20 and not any("exps" in name or name == "output.weight" for name in repacked(dense))
+    kinds = () if tiled else ("dense",) if type == "q4_k" else ("dense", "head")
+    with Loaded(path, repack="auto") as auto, Loaded(path, repack=True) as full:
+        assert repacked(auto) == {name for name in repacked(full) if kind_of(decls_of(path)[name]) in kinds}
+        assert len(repacked(auto)) == {0: 0, 1: 28, 2: 29}[len(kinds)] and not any("exps" in name for name in repacked(auto))
 
 
 def test_rewritten_weights_are_not_read_back(toys):

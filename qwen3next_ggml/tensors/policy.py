@@ -6,8 +6,9 @@ Knows what was measured of ggml's versions and what a weight is used for; knows 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ..errors import OptionError
 from .table import Decl
@@ -16,27 +17,27 @@ KINDS = ("dense", "head", "expert")
 # what is copied in a moment; a copy lies in huge pages, which a mapped file has only by luck
 SMALL = 256 << 20
 _HEADS = ("output", "nextn_shared_head_head")
-# what ggml's tiled kernels for x86 compute, from this version on; they pass by weights that are repacked
+# K-quants and their like; ggml's tiled kernels for x86 take them, from this version on, and pass by what is repacked
 TILED_SINCE, TILED_ON = (0, 25), ("AVX", "AVX2", "AVX512")
 TILED = frozenset("q2_k q3_k q4_k q5_k q6_k iq1_s iq1_m iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq4_xs".split())
 
 
 @dataclass(frozen=True)
 class LoadPolicy:
-    """`repack`: kinds of products whose weights are rewritten, unless of a type in `spared`. `mmap`: others stay mapped.
+    """`repack`: kinds of products whose weights are rewritten → types that are not. `mmap`: what is not rewritten stays mapped.
 
     `huge`: ask for huge pages. `why`: the reasons of what was chosen here and not by the caller.
     """
 
-    repack: frozenset[str]
+    repack: Mapping[str, frozenset[str]]
     mmap: bool
     huge: bool
     why: str
-    spared: frozenset[str] = frozenset()
 
     def repacks(self, decl: Decl, type_name: str) -> bool:
         """Say whether a weight is to be rewritten, where the device has a layout for its type."""
-        return kind_of(decl) in self.repack and type_name not in self.spared
+        kind = kind_of(decl)
+        return kind in self.repack and type_name not in self.repack[kind]
 
 
 def kind_of(decl: Decl) -> str | None:
@@ -58,28 +59,30 @@ def choose_policy(version: str, features: Collection[str], nbytes: int, *, repac
     if mmap == "auto":
         mapped = nbytes > SMALL
         why.append("mapped: ready at once, and shared" if mapped else f"copied: below {SMALL >> 20} MiB huge pages are worth the copy")
-    spared = frozenset()
     if repack == "auto":
-        kinds, spared, reason = _measured(version, features)
+        kinds, reason = _measured(version, features)
         why.append(reason)
     elif isinstance(repack, bool):
-        kinds = frozenset(KINDS if repack else ())
+        kinds = dict.fromkeys(KINDS if repack else (), frozenset())
     else:
-        kinds = frozenset(repack.split("+") if isinstance(repack, str) else ())
-        if not kinds or not kinds <= set(KINDS):
+        kinds = dict.fromkeys(repack.split("+") if isinstance(repack, str) else (), frozenset())
+        if not kinds or not kinds.keys() <= set(KINDS):
             raise OptionError(f"repack is {repack!r}, expected True, False, 'auto' or kinds of {'+'.join(KINDS)}")
-    return LoadPolicy(kinds, mapped, nbytes <= _memory(), "; ".join(why), spared)
+    return LoadPolicy(MappingProxyType(kinds), mapped, nbytes <= _memory(), "; ".join(why))
 
 
-def _measured(version: str, features: Collection[str]) -> tuple[frozenset[str], frozenset[str], str]:
-    """Return which kinds and which types not to rewrite, and why; docs/log.md has the figures.
+def _measured(version: str, features: Collection[str]) -> tuple[dict[str, frozenset[str]], str]:
+    """Return which kinds to rewrite without which types, and why; docs/log.md has the figures.
 
-    Experts are most of the bytes: rewriting them takes seconds per gigabyte, and they are multiplied row by row afterwards.
+    Experts are most of the bytes: rewriting them takes seconds per gigabyte, and they are multiplied row by row afterwards. The
+    head is multiplied with single rows, where rewriting helps other types than K-quants.
     """
     number = tuple(int(part) for part in version.split("-")[0].split(".")[:2])
     if number >= TILED_SINCE and not set(TILED_ON).isdisjoint(features):
-        return frozenset({"dense"}), TILED, f"ggml {version} multiplies K-quants and IQ types fastest as they are stored"
-    return frozenset({"dense"}), frozenset(), "repacked: what is cheap to repack, so not the experts and the head"
+        reason = f"ggml {version} multiplies K-quants and IQ types fastest as they are stored, other types but experts are repacked"
+        return dict.fromkeys(("dense", "head"), TILED), reason
+    reason = "what is cheap to repack is: not the experts, and the head only where it helps single rows"
+    return {"dense": frozenset(), "head": TILED}, reason
 
 
 def _memory() -> int:
