@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import qwen3next_ggml
+from benchmarks.models import model_path
 from qwen3next_ggml.graph.inputs import Sizes
 from qwen3next_ggml.graph.key import GraphKey
 
@@ -107,19 +108,9 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-def real_geometry(folder, provider, *, n_layer=4):
-    """The path of a random file with the published model's sizes in Q4_K, made on first use."""
-    path = Path(folder, f"qwen3-next-80b-{n_layer}-layers-q4_k.gguf")
-    if not path.exists():
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        qwen3next_ggml.load(ggml=provider).close()
-        qwen3next_ggml.write_toy(path, geometry="qwen3-next-80b", n_layer=n_layer, type="q4_k")
-    return path
-
-
 def main(argv=None) -> int:
     args = parse_args(argv)
-    path = args.model or real_geometry(args.cache, args.provider)
+    path = args.model or model_path("four", Path(args.cache))
     figures = load_time(path, provider=args.provider)
     figures |= step_overhead(path, provider=args.provider, n_steps=args.n_steps)
     figures |= build_time(args.cache, provider=args.provider)
