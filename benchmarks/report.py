@@ -23,10 +23,11 @@ def _cells(result: dict, ours: dict, side: dict, one: dict) -> list[str]:
     gb, bandwidth = ours.get("gb_per_second"), result.get("read_bandwidth")
     target = one["target"]
     wanted = "" if target is None else f"{'≤' if starts else '≥'} {target:.2f}" + ("" if one["reached"] else " missed")
+    memory = f"{ours['peak_mib']:.0f} / {side['peak_mib']:.0f}" + (" missed" if ours["peak_mib"] > side["peak_mib"] else "")
     return [
         result["what"], one["against"], *speeds, f"{one['ratio_median']:.3f}", f"{one['ratio_min']:.3f}", f"{one['ratio_max']:.3f}", wanted,
         f"{one['equivalence']['nmse']:.0e}", f"{gb:.1f} ({gb * 1e9 / bandwidth:.0%})" if gb and bandwidth else "",
-        f"{ours['peak_mib']:.0f} / {side['peak_mib']:.0f}", f"{ours['load_seconds']:.1f} / {side['load_seconds']:.1f}",
+        memory, f"{ours['load_seconds']:.1f} / {side['load_seconds']:.1f}",
     ]  # fmt: skip
 
 
