@@ -88,7 +88,7 @@ class Drafter:
         values = {
             "inp_tokens": np.asarray(tokens, np.int32), "inp_pos": pos, "mtp_h_input": np.ascontiguousarray(hidden),
             "out_ids": np.arange(n_tokens - n_outputs, n_tokens, dtype=np.int32), "attn_inp_k_idxs": cells,
-            "attn_inp_v_idxs": cells if kv.flash_attn else kv.v_elements(cells),
+            "attn_inp_v_idxs": kv.v_elements(cells),
         }  # fmt: skip
         n_kv = 0
         if n_outputs:

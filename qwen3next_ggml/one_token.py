@@ -24,7 +24,7 @@ class OneToken:
         self._made_for: tuple = ()
         self._values: dict[str, np.ndarray] = {}
         self._tokens, self._pos, self._cell = np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int64)
-        self._mask, self._n_seen = np.zeros((1, 0)), 0
+        self._mask, self._n_seen, self._v_of_cell_0 = np.zeros((1, 0)), 0, self._cell
 
     def is_ordinary(self, seq: int) -> bool:
         """Say whether the next token of `seq` is not its first, has room, and no other sequence has cells."""
@@ -44,8 +44,7 @@ class OneToken:
             self._mask[0, self._n_seen : cell + 1] = 0
             self._mask[0, cell + 1 : self._n_seen] = -inf
             self._n_seen = cell + 1
-            if not kv.flash_attn:
-                self._values["attn_inp_v_idxs"] = kv.v_elements(self._cell)
+            np.add(self._v_of_cell_0, cell, out=self._values["attn_inp_v_idxs"])
 
     def compute(self) -> np.ndarray:
         """Run what was prepared → logits [1, n_vocab]."""
@@ -62,9 +61,10 @@ class OneToken:
         key = replace(self.base, sizes=replace(self.base.sizes, n_kv=n_kv, rs_head=head))
         self._built = self.graphs.get(key)
         self._mask, self._n_seen = np.full((1, n_kv), -inf, self.memory.kv.mask_type), 0
+        self._v_of_cell_0 = self.memory.kv.v_elements(np.zeros(1, np.int64))
         self._values = {
             **self._built.constants, "inp_tokens": self._tokens, "inp_pos": self._pos, "out_ids": np.zeros(1, np.int32),
-            "attn_inp_kq_mask": self._mask, "attn_inp_k_idxs": self._cell, "attn_inp_v_idxs": self._cell,
+            "attn_inp_kq_mask": self._mask, "attn_inp_k_idxs": self._cell, "attn_inp_v_idxs": np.empty_like(self._v_of_cell_0),
         }  # fmt: skip
         self._made_for = n_kv, head, self.graphs.n_changes
 

@@ -61,16 +61,15 @@ class Session:
         self.checkpoint_every = checkpoint_every
         state_devices = model.layer_devices if kv_device is None else [ggml.device(kv_device)] * len(model.layer_devices)
         devices = list(dict.fromkeys([*model.devices, *state_devices]))
-        self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, devices)
+        self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, devices).for_cache(type_v, n_seq_max)
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
         # the most a ubatch can have: the first of them as early as can be
         marks = tuple(range(1, n_tokens, checkpoint_every)) if checkpoint_every else ()
         specs = model.arch.state_specs(hp, mtp=True) if mtp else model.arch.state_specs(hp)
         self.memory = HybridMemory(
-            specs, state_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max,
-            type_k=type_k, type_v=type_v, flash_attn=self.options.flash_attn, n_rollback=n_rollback,
-            n_staging=len(marks),
+            specs, state_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max, type_k=type_k, type_v=type_v,
+            flash_attn=self.options.flash_attn, v_transposed=self.options.v_transposed, n_rollback=n_rollback, n_staging=len(marks),
         )  # fmt: skip
         self.history = History(n_seq_max)
         self.checkpoints = Checkpoints(checkpoint_mib * MIB)

@@ -139,8 +139,9 @@ def test_head_pairing(toys, monkeypatch, group, rank, graph, delta_net):
             return max_abs(s.decode(TOKENS[:70], logits="all"), want)
 
     assert off() < TOLERANCE
-    pair_heads = delta_net_block.pair_heads
+    pair_heads, delta_net_of = delta_net_block.pair_heads, delta_net_block.delta_net
     monkeypatch.setattr(qwen3next, "pair_heads", lambda g, x, H_v, pairing: pair_heads(g, x, H_v, "tiled"))
+    monkeypatch.setattr(qwen3next, "delta_net", lambda *args, pairing, **more: delta_net_of(*args, pairing="tiled", **more))
     assert (off() > 100 * TOLERANCE) == (group != rank)
 
 

@@ -8,6 +8,9 @@ from .linear import linear
 from .norm import rms_norm
 from .state import KvLayer
 
+# more tokens than this are a prompt, which flash attention takes in tiles
+FEW_TOKENS = 16
+
 
 def qkv(
     g: GraphBuilder, wb, x: ggml.Tensor, n_q: int, n_k: int, n_v: int, il: int
@@ -48,12 +51,18 @@ def attend(
         g.expand(x)
     cache.write(g, inp, k, v)
     k, v = cache.read(g, n_kv)
+    if g.options.grouped_attn and cache.v_transposed and n_tokens <= FEW_TOKENS:
+        out = _attend_in_groups(g, inp, q, k, v, kq_scale, il)
+        g.expand(out)
+        return g.name(out, "kqv_out", il)
 
     q = g.view_4d(q, D, H, n_tokens, 1, q.nb[1], q.nb[2], q.nb[2] * n_tokens, 0)
     q = g.permute(q, 0, 2, 1, 3)  # [D, n_tokens, H, 1]
     k = g.permute(k, 0, 2, 1, 3)  # [D, n_kv, H_kv, 1]
     v = g.permute(v, 0, 2, 1, 3)  # [D, n_kv, H_kv, 1], or [n_kv, D, H_kv, 1] when transposed
     if g.options.flash_attn:
+        if cache.v_transposed:
+            v = g.cont(g.transpose(v))  # [D, n_kv, H_kv, 1]
         if not g.options.kv_as_stored:
             k, v = (g.cast(x, types.F16) if x.type == types.F32 else x for x in (k, v))
         out = g.flash_attn_ext(q, k, v, inp.kq_mask, kq_scale, 0.0, 0.0)  # [D, H, n_tokens, 1]
@@ -67,6 +76,28 @@ def attend(
         out = g.cont_2d(g.permute(out, 0, 2, 1, 3), D * H, n_tokens)
     g.expand(out)
     return g.name(out, "kqv_out", il)
+
+
+def _attend_in_groups(g, inp, q, k, v, kq_scale, il):
+    """Attend head group by head group: the H / H_kv query heads of all tokens are the columns of one product with their K and V.
+
+    q [D, H, n_tokens], k [D, H_kv, n_kv], v [n_kv, H_kv, D].
+    """
+    D, H, n_tokens, _ = q.ne
+    H_kv, n_kv = k.ne[1], k.ne[2]
+    k, v = g.permute(k, 0, 2, 1, 3), g.permute(v, 0, 2, 1, 3)  # [D, n_kv, H_kv], [n_kv, D, H_kv]
+    if n_tokens > 1:
+        q = g.cont(g.permute(q, 0, 2, 1, 3))  # [D, n_tokens, H]
+    columns = n_tokens * H // H_kv
+    kq = g.mul_mat(k, g.reshape_3d(q, D, columns, H_kv))  # [n_kv, columns, H_kv]
+    g.mul_mat_set_prec(kq, ops.PREC_F32)
+    kq = g.name(g.reshape_3d(kq, n_kv, n_tokens, H), "kq", il)
+    kq = g.name(g.soft_max_ext(kq, inp.kq_mask, kq_scale, 0.0), "kq_soft_max", il)
+    out = g.mul_mat(v, g.reshape_3d(kq, n_kv, columns, H_kv))  # [D, columns, H_kv]
+    out = g.name(g.reshape_3d(out, D, n_tokens, H), "kqv", il)
+    if n_tokens == 1:
+        return g.reshape_2d(out, D * H, 1)
+    return g.cont_2d(g.permute(out, 0, 2, 1, 3), D * H, n_tokens)
 
 
 def gated_attention(g: GraphBuilder, hp, wb, inp: Inputs, cache: KvLayer, x: ggml.Tensor, il: int) -> ggml.Tensor:

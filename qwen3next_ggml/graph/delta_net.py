@@ -15,13 +15,13 @@ CHUNK_PER_CHANNEL = 16  # the per-channel form holds a [S_k, chunk, chunk] decay
 
 def delta_net(
     g: GraphBuilder, q: ggml.Tensor, k: ggml.Tensor, v: ggml.Tensor, gate: ggml.Tensor, beta: ggml.Tensor,
-    state: ggml.Tensor, il: int, *, kept: tuple[int, ...] | None = None,
+    state: ggml.Tensor, il: int, *, kept: tuple[int, ...] | None = None, pairing: str = "tiled",
 ) -> tuple[ggml.Tensor, list[ggml.Tensor]]:  # fmt: skip
     """Run the delta rule → output [S_v, H_v, T, n_seqs] and the states after `kept` token counts (newest first).
 
-    q, k [S_k, H_k, T, n_seqs], v [S_v, H_v, T, n_seqs], beta [1, H_v, T, n_seqs]; heads come repeated to H_k = H_v, but for
-    one sequence where it `pairs_by_itself`. Each returned tensor [S_k, S_v, H_v, n_seqs·m] holds m states, all of one before
-    the next. Mirrors the choice of llama.cpp's `build_delta_net`.
+    q, k [S_k, H_k, T, n_seqs], v [S_v, H_v, T, n_seqs], beta [1, H_v, T, n_seqs]; for H_k < H_v only the fused form takes
+    unrepeated heads, "tiled" (see `pair_heads`), or "interleaved" those of one sequence. Each returned tensor
+    [S_k, S_v, H_v, n_seqs·m] holds m states, all of one before the next. Mirrors the choice of llama.cpp's `build_delta_net`.
     """
     S_k, H_k, T, _ = q.ne
     S_v, H_v, _, n_seqs = v.ne
@@ -31,7 +31,10 @@ def delta_net(
     expect_shape(gate, where, 0, H_v, T, n_seqs)
     expect_shape(beta, where, 1, H_v, T, n_seqs)
     expect_shape(state, where, S_k, S_v, H_v, n_seqs)
-    if H_k != H_v:
+    if g.options.delta_net != "fused":
+        expect_shape(q, where, S_k, H_v, T, n_seqs)
+    if H_k != H_v and pairing == "interleaved":
+        expect_shape(q, where, S_k, H_k, T, 1)
         return _shared_keys(g, q, k, v, gate, beta, state, il, kept or (T,))
     segments = _segments(kept or (T,), fused=g.options.delta_net == "fused")
     if len(segments) == 1:
@@ -53,7 +56,7 @@ def delta_net(
 
 
 def pairs_by_itself(g: GraphBuilder, T: int, n_seqs: int, S: int) -> bool:
-    """Say whether `delta_net` takes unrepeated key heads: it copies a state then, which is less than T repeated heads."""
+    """Say whether `delta_net` gets interleaved heads unrepeated: it copies a state then, which is less than T repeated heads."""
     return g.options.heads_as_seqs and g.options.delta_net == "fused" and n_seqs == 1 and 2 * T > S
 
 

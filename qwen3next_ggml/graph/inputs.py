@@ -69,9 +69,8 @@ class Inputs:
     def k_idxs(self) -> ggml.Tensor:  # [n_tokens]
         return self.g.input("attn_inp_k_idxs", types.I64, self.sizes.n_tokens)
 
-    def v_idxs(self, n_embd_v_gqa: int) -> ggml.Tensor:
-        """Return one cell per token, or one element per value when the V cache is transposed (no flash attention)."""
-        per_token = 1 if self.g.options.flash_attn else n_embd_v_gqa
+    def v_idxs(self, per_token: int) -> ggml.Tensor:
+        """Return where V goes: one cell per token, or one element per value when the cache is transposed."""
         return self.g.input("attn_inp_v_idxs", types.I64, per_token * self.sizes.n_tokens)
 
     def s_copy(self, n_rows: int) -> ggml.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from ..errors import OptionError
 
+FEW_SEQS = 4
 DELTA_NETS = ("fused", "chunked", "autoregressive")
 
 
@@ -24,6 +25,8 @@ class GraphOptions:
     `state_in_place`: let a one-token step's new delta state take the place of the old one, where slots are adjacent.
     `joint_qk`: normalise and repeat the query and key heads of a delta net together. `heads_as_seqs`: in a prompt, run value
     heads that share a key head as sequences of their own, which the op pairs by itself, instead of repeating the key heads.
+    `grouped_attn`: with few tokens, multiply K and V with all query heads that share them at once instead of head by head; V is
+    kept transposed for it, and turned for flash attention.
     `fewer_conts`: let elementwise ops read strided views, and gate in one op, instead of copying views first.
     """
 
@@ -40,10 +43,22 @@ class GraphOptions:
     joint_qk: bool = False
     heads_as_seqs: bool = False
     fewer_conts: bool = False
+    grouped_attn: bool = False
 
     def __post_init__(self):
         if self.delta_net not in DELTA_NETS:
             raise OptionError(f"delta_net must be one of auto, {', '.join(DELTA_NETS)}, got {self.delta_net!r}")
+
+    @property
+    def v_transposed(self) -> bool:
+        """Say whether V is kept with a row per value."""
+        return self.grouped_attn or not self.flash_attn
+
+    def for_cache(self, type_v: str, n_seq_max: int) -> "GraphOptions":
+        """Return what of these options goes with a V cache of `type_v` shared by up to `n_seq_max` sequences."""
+        # a quantised V has no row per value, and columns of many sequences would mostly meet cells of the others
+        keep = not self.flash_attn or n_seq_max <= FEW_SEQS and type_v in ("f32", "f16", "bf16")
+        return self if keep else self.but(grouped_attn=False)
 
     def but(self, **changes) -> "GraphOptions":
         """Return a copy with some options changed."""
@@ -54,5 +69,6 @@ PLAIN = GraphOptions()
 LEAN = GraphOptions(
     prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
     finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
+    grouped_attn=True,
 )
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

@@ -57,12 +57,13 @@ class RecurrentSpec:
 
 @dataclass(frozen=True)
 class KvLayer:
-    """The K and V cache of one attention layer: k [n_embd_k_gqa, n_cells], v alike or [n_cells, n_embd_v_gqa]."""
+    """The K and V cache of one attention layer: k [n_embd_k_gqa, n_cells], v alike or, `v_transposed`, with a row per value."""
 
     spec: KvSpec
     k: ggml.Tensor
     v: ggml.Tensor
     n_cells: int
+    v_transposed: bool
 
     def write(self, g: GraphBuilder, inp: Inputs, k_cur: ggml.Tensor, v_cur: ggml.Tensor) -> None:
         """Store k_cur and v_cur [n_embd_head, n_head_kv, n_tokens] at the cells of this ubatch."""
@@ -73,8 +74,8 @@ class KvLayer:
         n_embd_v = self.spec.n_embd_head_v * self.spec.n_head_kv
         k_rows = g.view_2d(k_cur, n_embd_k, n_tokens, k_cur.nb[2], 0)  # [n_embd_k_gqa, n_tokens]
         g.expand(g.set_rows(self.k, k_rows, inp.k_idxs))
-        v_idxs = inp.v_idxs(n_embd_v)
-        if g.options.flash_attn:
+        v_idxs = inp.v_idxs(n_embd_v if self.v_transposed else 1)
+        if not self.v_transposed:
             v_rows = g.view_2d(v_cur, n_embd_v, n_tokens, v_cur.nb[2], 0)  # [n_embd_v_gqa, n_tokens]
             g.expand(g.set_rows(self.v, v_rows, v_idxs))
             return
@@ -84,7 +85,7 @@ class KvLayer:
         g.expand(g.set_rows(v_cells, g.reshape_2d(v_flat, 1, n_embd_v * n_tokens), v_idxs))
 
     def read(self, g: GraphBuilder, n_kv: int) -> tuple[ggml.Tensor, ggml.Tensor]:
-        """Return views of the first `n_kv` cells, permuted for attention."""
+        """Return views of the first `n_kv` cells: k [D, H_kv, n_kv], v alike or, transposed, [n_kv, H_kv, D]."""
         s = self.spec
         row_k, row_v = self.k.type.row_size, self.v.type.row_size
         n_embd_k, n_embd_v = s.n_embd_head_k * s.n_head_kv, s.n_embd_head_v * s.n_head_kv
@@ -92,7 +93,7 @@ class KvLayer:
             self.k, s.n_embd_head_k, s.n_head_kv, n_kv, 1,
             row_k(s.n_embd_head_k), row_k(n_embd_k), row_k(n_embd_k * self.n_cells), 0,
         )  # fmt: skip
-        if g.options.flash_attn:
+        if not self.v_transposed:
             v = g.view_4d(  # [D, H_kv, n_kv, 1]
                 self.v, s.n_embd_head_v, s.n_head_kv, n_kv, 1,
                 row_v(s.n_embd_head_v), row_v(n_embd_v), row_v(n_embd_v * self.n_cells), 0,

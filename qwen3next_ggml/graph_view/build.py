@@ -33,15 +33,17 @@ def outline(
     if mtp and not model.hparams.n_layer_nextn:
         raise OptionError("this model has no NextN block")
     n_kv = -(-(n_past + n_tokens) // N_PAD) * N_PAD
+    options = options.for_cache(type_v, 1)
     specs = model.arch.state_specs(model.hparams, mtp=True) if mtp else model.arch.state_specs(model.hparams)
     with ggml.Context(3 * len(specs)) as ctx:
-        state = _unplaced(ctx, specs, n_kv, type_k, type_v, options.flash_attn)
+        state = _unplaced(ctx, specs, n_kv, type_k, type_v, options)
         return list_graph(model, state, GraphKey(Sizes(n_tokens, 1, 1, n_kv, 0), options, mtp=mtp), lines=lines)
 
 
-def _unplaced(ctx: ggml.Context, specs: Sequence, n_cells: int, type_k: str, type_v: str, flash_attn: bool) -> GraphState:
+def _unplaced(ctx: ggml.Context, specs: Sequence, n_cells: int, type_k: str, type_v: str, options: GraphOptions) -> GraphState:
     """Make the tensors of a state for one sequence, without memory."""
-    kv = KvCache([s for s in specs if isinstance(s, KvSpec)], n_cells, 1, type_k=type_k, type_v=type_v, flash_attn=flash_attn)
+    kv = KvCache([s for s in specs if isinstance(s, KvSpec)], n_cells, 1, type_k=type_k, type_v=type_v, flash_attn=options.flash_attn,
+                 v_transposed=options.v_transposed)  # fmt: skip
     recurrent = RecurrentMemory([s for s in specs if isinstance(s, RecurrentSpec)], 1)
     for spec in specs:
         (kv if isinstance(spec, KvSpec) else recurrent).declare(ctx, spec)

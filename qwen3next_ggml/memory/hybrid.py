@@ -40,11 +40,11 @@ class HybridMemory:
 
     def __init__(
         self, specs: Sequence[KvSpec | RecurrentSpec], devices: Sequence[ggml.Device], *, n_ctx: int, n_seq_max: int,
-        type_k: str, type_v: str, flash_attn: bool, n_rollback: int = 0, n_staging: int = 0,
+        type_k: str, type_v: str, flash_attn: bool, v_transposed: bool, n_rollback: int = 0, n_staging: int = 0,
     ):  # fmt: skip
         kv = [s for s in specs if isinstance(s, KvSpec)]
         recurrent = [s for s in specs if isinstance(s, RecurrentSpec)]
-        self.kv = KvCache(kv, n_ctx, n_seq_max, type_k=type_k, type_v=type_v, flash_attn=flash_attn)
+        self.kv = KvCache(kv, n_ctx, n_seq_max, type_k=type_k, type_v=type_v, flash_attn=flash_attn, v_transposed=v_transposed)
         self.recurrent = RecurrentMemory(recurrent, n_seq_max, n_rollback=n_rollback, n_staging=n_staging)
         self.n_ctx = n_ctx
         self.n_past = [0] * n_seq_max
@@ -121,7 +121,7 @@ class HybridMemory:
             n_kv = self.kv.n_kv(cells)
             inputs["attn_inp_kq_mask"] = self.kv.mask(ubatch, cells, n_kv)
             inputs["attn_inp_k_idxs"] = cells
-            inputs["attn_inp_v_idxs"] = cells if self.kv.flash_attn else self.kv.v_elements(cells)
+            inputs["attn_inp_v_idxs"] = self.kv.v_elements(cells)
         head = None if keep else self.recurrent.head(ubatch.seqs)
         return Plan(cells, n_kv, head, keep, inputs)
 

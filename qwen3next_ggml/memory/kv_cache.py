@@ -21,18 +21,19 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 class KvCache:
     """Own the caches, know which cell holds what, and say what a ubatch may see.
 
-    With `flash_attn` off V is kept transposed, as llama.cpp does; a quantised V then cannot be written.
+    `v_transposed` keeps V with a row per value, as llama.cpp does without flash attention; a quantised V cannot be kept so.
     """
 
     def __init__(
-        self, specs: Sequence[KvSpec], n_cells: int, n_seq_max: int, *, type_k: str, type_v: str, flash_attn: bool
+        self, specs: Sequence[KvSpec], n_cells: int, n_seq_max: int, *, type_k: str, type_v: str, flash_attn: bool,
+        v_transposed: bool,
     ):
         self.specs = tuple(specs)
         self.n_cells = n_cells
         self._n_seq_max = n_seq_max
-        self.flash_attn = flash_attn
+        self.flash_attn, self.v_transposed = flash_attn, v_transposed
         self.type_k, self.type_v = _cache_type("type_k", type_k), _cache_type("type_v", type_v)
-        if self.type_v.is_quantized and not flash_attn:
+        if self.type_v.is_quantized and v_transposed:
             raise OptionError(f"type_v={type_v} needs flash attention, which is off; use f16 or turn it on")
         for s in self.specs:
             for what, dtype, n in (("type_k", self.type_k, s.n_embd_head_k), ("type_v", self.type_v, s.n_embd_head_v)):
@@ -63,7 +64,7 @@ class KvCache:
         """Create one layer's tensors in `ctx`; whoever owns `ctx` allocates them."""
         k = ctx.new_tensor(self.type_k, spec.n_embd_head_k * spec.n_head_kv, self.n_cells, name=f"cache_k_l{spec.il}")
         v = ctx.new_tensor(self.type_v, spec.n_embd_head_v * spec.n_head_kv, self.n_cells, name=f"cache_v_l{spec.il}")
-        self.layers[spec.il] = KvLayer(spec, k, v, self.n_cells)
+        self.layers[spec.il] = KvLayer(spec, k, v, self.n_cells, self.v_transposed)
 
     @property
     def n_free(self) -> int:
@@ -141,7 +142,9 @@ class KvCache:
         return np.where(seen & (self.pos[:n_kv] <= pos[:, None]), dtype(0), dtype(-np.inf))
 
     def v_elements(self, cells: np.ndarray) -> np.ndarray:
-        """Return where each value of each token goes in a transposed V cache [n_tokens · n_embd_v_gqa]."""
+        """Return where V goes: the cells, or in a transposed cache the place of each value of each token [n_tokens · n_embd_v_gqa]."""
+        if not self.v_transposed or not self.specs:
+            return cells
         n_embd_v = max(s.n_embd_head_v * s.n_head_kv for s in self.specs)
         return (np.arange(n_embd_v) * self.n_cells + cells[:, None]).reshape(-1).astype(np.int64)
 
@@ -236,7 +239,7 @@ class KvCache:
         self._find_top(self.pos)
 
     def _is_transposed(self, what: str) -> bool:
-        return what == "v" and not self.flash_attn
+        return what == "v" and self.v_transposed
 
 
 def _runs(cells: np.ndarray) -> list[np.ndarray]:

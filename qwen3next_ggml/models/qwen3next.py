@@ -312,7 +312,7 @@ def build_layer_attn_linear(
     if past is None:
         out = delta_net_in_place(g, inp, delta, q, k, v, gate, beta)
     else:
-        out, states = delta_net(g, q, k, v, gate, beta, past, il, kept=inp.sizes.kept)
+        out, states = delta_net(g, q, k, v, gate, beta, past, il, kept=inp.sizes.kept, pairing="interleaved")
         write_states(g, inp, delta, states, il)
     out = g.name(out, "attn_output", il)
 

@@ -16,7 +16,7 @@ def halves(session, seq=0):
     for il, layer in memory.kv.layers.items():
         found[f"k-{il}"] = layer.k.get()[cells]
         v = layer.v.get()
-        found[f"v-{il}"] = v[cells] if memory.kv.flash_attn else v.reshape(-1, memory.kv.n_cells).T[cells]
+        found[f"v-{il}"] = v[cells] if not memory.kv.v_transposed else v.reshape(-1, memory.kv.n_cells).T[cells]
     return found
 
 
