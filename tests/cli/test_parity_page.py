@@ -5,7 +5,9 @@ import runpy
 
 import pytest
 
+from qwen3next_ggml.gguf_file import GgufFile
 from qwen3next_ggml.parity.plot import FINE, OFF
+from qwen3next_ggml.tokenizer import Tokenizer
 from tests.kit.process import ROOT
 
 PAGE = runpy.run_path(str(ROOT / "docs" / "make_parity.py"))
@@ -45,6 +47,16 @@ def test_the_pictures_show_what_the_page_says_of_them(folder):
             assert "FLASH_ATTN_EXT" in lines and len(lines) > 50
         dots = re.findall(r'fill="(#\w+)"><title>\S+-(\d) #', (place / "parity-nodes.svg").read_text())
         assert {colour for colour, layer in dots if layer in "012"} == {FINE} and sum(colour == OFF for colour, _ in dots) > 150
+
+
+def test_the_pages_python_shows_the_cause(bard, capsys):
+    """Without the one option the difference is gone; with it, it is there."""
+    [block] = re.findall(r"```python\n(.*?)```", PAGE["PAGE"].read_text(), re.DOTALL)
+    with GgufFile.open(bard) as file:
+        tokens = tuple(Tokenizer.from_metadata(file.metadata).encode("What is a man, if his chief good and market of his time"))
+    for change, small in (("kv_as_stored=False", True), ("kv_as_stored=True", False)):
+        exec(block.replace("kv_as_stored=False", change), {"tokens": tokens})  # noqa: S102
+        assert (float(capsys.readouterr().out) < 1e-9) is small
 
 
 @pytest.mark.parametrize("shown, printed, same", [
