@@ -146,27 +146,39 @@ def look(shapes: Callable[[GraphKey], Shapes], key: GraphKey, patterns: Iterable
     def of(key: GraphKey, form: tuple[int, int]) -> Shapes:
         return shapes(replace(key, sizes=replace(key.sizes, n_seq_tokens=form[0], n_outputs=form[1], keep=())))
 
-    def named(key: GraphKey) -> set:
-        return {(form, at, ne) for form in forms for at, ne in of(key, form).items() if any(matches(p, *at) for p in patterns)}
+    def named(key: GraphKey, form: tuple[int, int]) -> set:
+        return {(at, ne) for at, ne in of(key, form).items() if any(matches(p, *at) for p in patterns)}
 
+    fast, off = key, []
     on = [name for name in FAST_OPTIONS if getattr(key.options, name) != getattr(PLAIN, name)]
-    fast, off = _without(key, on), []
-    wanted = named(fast)
-    # most nodes are hidden by no option, and then there is no need to try them one by one
-    if wanted <= named(key):
-        fast, on = key, []
-    for name in on:
-        faster = replace(fast, options=fast.options.but(**{name: getattr(key.options, name)}))
-        if wanted <= named(faster):
-            fast = faster
-        else:
-            off.append(name)
-    found = dict.fromkeys(at for _, at, _ in named(fast))
+    wanted = {form: named(_without(key, on), form) for form in forms}
+    hidden = [form for form in forms if not wanted[form] <= named(key, form)]
+    if hidden:
+        off = _hiding(on, lambda names: all(wanted[form] <= named(_without(key, names), form) for form in hidden))
+        fast = _without(key, off)
+    found = dict.fromkeys(at for form in forms for at, _ in named(fast, form))
     for pattern in patterns:
         if not any(matches(pattern, *at) for at in found):
             raise GraphError(f"no node is named {pattern}; {_closest(pattern, [at for form in forms for at in of(fast, form)])}")
     few, more = of(fast, FEW), of(fast, MORE)
     return {at: _token_axis(few.get(at), more.get(at)) for at in found}, tuple(off)
+
+
+def _hiding(options: list[str], shown_without: Callable[[list[str]], bool]) -> list[str]:
+    """Return which of `options` must be off for everything to be shown: tried by halves, as few of many hide anything."""
+    off = list(options)
+
+    def try_on(names: list[str]) -> None:
+        nonlocal off
+        rest = [name for name in off if name not in names]
+        if shown_without(rest):
+            off = rest
+        elif len(names) > 1:
+            try_on(names[: len(names) // 2])
+            try_on(names[len(names) // 2 :])
+
+    try_on(options)
+    return off
 
 
 def _without(key: GraphKey, options: Iterable[str]) -> GraphKey:

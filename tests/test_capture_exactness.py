@@ -133,6 +133,18 @@ def test_every_fast_option_survives_what_it_leaves_alone(models, name):
         assert all(t[name].shape == want[name].shape for name in names - {"attn_inp_v_idxs"})
 
 
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_over_two_devices_too(models, toys, graph):
+    """Through the scheduler, which places a graph anew for each run: the same logits, and the values of one device."""
+    with session(models["f32"], graph=graph) as one, one.capture("*") as want:
+        run(one, STEPS[:3])
+    with qwen3next_ggml.load(toys.t0, device=["CPU", "CPU"], n_threads=1) as model:
+        with session(model, graph=one.options) as quiet, session(model, graph=graph) as s, s.capture("*") as got:
+            assert np.allclose(run(s, STEPS[:3])[-1], run(quiet, STEPS[:3])[-1], atol=1e-5)
+        for name in filter(is_named, want):
+            assert np.allclose(got[name], want[name], atol=1e-4, equal_nan=True), name
+
+
 def writing(g, graph, wanted):
     """A capture that writes into a node on the way: by one part in ten thousand."""
     out = ggml.Graph(g.context, graph.n_nodes + 8)
