@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from benchmarks.engines import EngineConfig
 from benchmarks.equivalence import Equivalence, compare, limit_between
 from benchmarks.machine import MachineClock
-from benchmarks.rows import Row, Work
+from benchmarks.rows import LIMITS, Row, Work
 from benchmarks.start import time_start
 from benchmarks.workers import Worker
 
@@ -158,7 +158,7 @@ def _n_vocab(side) -> int:
 def _agreement(row: Row, sides, logits: dict, say) -> dict[str, Equivalence]:
     ours, found = sides[0], {}
     for side in sides[1:]:
-        found[side.against] = compare(logits[ours.against], logits[side.against], limit_between(ours.config, side.config))
+        found[side.against] = compare(logits[ours.against], logits[side.against], limit_between(ours.config, side.config, LIMITS.get(row.model, 1e-3)))
         say(f"{row.name}: logits against {side.against} ({side.config.policy}): {found[side.against]}")
     return found
 

@@ -129,7 +129,7 @@ def test_one_row_that_is_far_off_is_refused():
 ])  # fmt: skip
 def test_only_the_same_kernels_must_give_the_same_numbers(ours, theirs, limit):
     plain = EngineConfig(model="m", graph="plain", repack=False)
-    assert limit_between(replace(plain, **ours), replace(plain, **theirs)) == limit
+    assert limit_between(replace(plain, **ours), replace(plain, **theirs), 1e-3) == limit
 
 
 # --- turns, pairs, targets
