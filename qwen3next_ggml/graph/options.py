@@ -27,6 +27,7 @@ class GraphOptions:
     heads that share a key head as sequences of their own, which the op pairs by itself, instead of repeating the key heads.
     `grouped_attn`: with few tokens, multiply K and V with all query heads that share them at once instead of head by head; V is
     kept transposed for it, and turned for flash attention.
+    `conv_in_parts`: join old and new columns of the convolution in several parts, as threads share parts only.
     `fewer_conts`: let elementwise ops read strided views, and gate in one op, instead of copying views first.
     """
 
@@ -44,6 +45,7 @@ class GraphOptions:
     heads_as_seqs: bool = False
     fewer_conts: bool = False
     grouped_attn: bool = False
+    conv_in_parts: bool = False
 
     def __post_init__(self):
         if self.delta_net not in DELTA_NETS:
@@ -69,6 +71,6 @@ PLAIN = GraphOptions()
 LEAN = GraphOptions(
     prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
     finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
-    grouped_attn=True,
+    grouped_attn=True, conv_in_parts=True,
 )
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))
