@@ -158,7 +158,8 @@ def _n_vocab(side) -> int:
 def _agreement(row: Row, sides, logits: dict, say) -> dict[str, Equivalence]:
     ours, found = sides[0], {}
     for side in sides[1:]:
-        found[side.against] = compare(logits[ours.against], logits[side.against], limit_between(ours.config, side.config, LIMITS.get(row.model, 1e-3)))
+        limit = limit_between(ours.config, side.config, LIMITS.get(row.model, 1e-3))
+        found[side.against] = compare(logits[ours.against], logits[side.against], limit)
         say(f"{row.name}: logits against {side.against} ({side.config.policy}): {found[side.against]}")
     return found
 

@@ -6,12 +6,9 @@ otherwise. Knows no architecture.
 
 from __future__ import annotations
 
-import mmap as mmap_module
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,31 +18,8 @@ from ..errors import OptionError
 from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
 from .policy import LoadPolicy, choose_policy
+from .storage import COPIED, MAPPED, REPACKED, Item, Place, create
 from .table import Checked, Decl, TensorTable
-
-MAPPED, COPIED, REPACKED = "mapped", "copied", "repacked"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor goes: tensors of one place share a context and its buffers."""
-
-    device: ggml.Device
-    how: str
-    buffer_type: ggml.BufferType | None = None  # REPACKED only
-    shard: int = 0  # MAPPED only
-
-
-@dataclass(frozen=True)
-class _Item:
-    """One tensor to create: its place, and how its bytes are made unless they are mapped."""
-
-    decl: Decl
-    type: GgmlType
-    place: _Place
-    info: TensorInfo
-    read: Callable[[], np.ndarray]
-
 
 class Weights:
     """Tensors by GGUF name: `w.token_embd`, `w.blk[il].attn_norm`; None where optional and absent.
@@ -122,7 +96,7 @@ def load_weights(
         planner, weights.policy = _Planner(file, weights, policy), policy
         items = [item for decl, info in checked.found for item in planner.items(decl, info)]
         items += planner.ties(table, checked)
-        _create(file, weights, items, data, policy, n_threads)
+        create(file, weights, items, data, policy, n_threads)
         _bind(weights, table, checked, items)
     except BaseException:
         weights.close()
@@ -144,29 +118,29 @@ class _Planner:
         self.file, self.weights, self.policy = file, weights, policy
         self.repack_types: dict[tuple, ggml.BufferType | None] = {}
 
-    def items(self, decl: Decl, info: TensorInfo) -> Iterable[_Item]:
+    def items(self, decl: Decl, info: TensorInfo) -> Iterable[Item]:
         type = GgmlType.of(info.type_id)
         if decl.op is None and type.name != "f32":
             self.weights.notes.append(f"{decl.name} converted from {type.name} to f32")
-            place = _Place(self.device(decl), COPIED)
-            return [_Item(decl, GgmlType.of("f32"), place, info, lambda: self.floats(info, type))]
+            place = Place(self.device(decl), COPIED)
+            return [Item(decl, GgmlType.of("f32"), place, info, lambda: self.floats(info, type))]
         if decl.resplit:
             self.weights.notes.append(f"{decl.name} split into {' and '.join(part.attribute for part, _ in decl.parts)}")
             return [self.item(part, info, type, lambda rows=rows: self.rows(info, rows())) for part, rows in decl.parts]
         return [self.item(decl, info, type, lambda: self.file.data(info.name), whole=True)]
 
-    def item(self, decl: Decl, info: TensorInfo, type: GgmlType, read: Callable, whole: bool = False) -> _Item:
+    def item(self, decl: Decl, info: TensorInfo, type: GgmlType, read: Callable, whole: bool = False) -> Item:
         device = self.device(decl)
         buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl, type.name) else None
         if buffer_type:
-            place = _Place(device, REPACKED, buffer_type)
+            place = Place(device, REPACKED, buffer_type)
         elif whole and self.policy.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
-            place = _Place(device, MAPPED, shard=info.shard)
+            place = Place(device, MAPPED, shard=info.shard)
         else:
-            place = _Place(device, COPIED)
-        return _Item(decl, type, place, info, read)
+            place = Place(device, COPIED)
+        return Item(decl, type, place, info, read)
 
-    def ties(self, table: TensorTable, checked: Checked) -> list[_Item]:
+    def ties(self, table: TensorTable, checked: Checked) -> list[Item]:
         """Plan second copies of tensors that stand in for absent ones on another device."""
         found, items = {decl.name: info for decl, info in checked.found}, []
         for decl in table.layout():
@@ -209,60 +183,7 @@ def _computes_from(device: ggml.Device, buffer_type: ggml.BufferType, decl: Decl
             return device.supports_op(ops.mul_mat_id(w, x, ctx.new_tensor(types.I32, 1, 1)))
 
 
-def _create(file: GgufFile, weights: Weights, items: list[_Item], data: bool, policy: LoadPolicy, n_threads: int) -> None:
-    """Make the tensors of each place, give them storage and fill what is not mapped."""
-    for place in dict.fromkeys(item.place for item in items):
-        inside = [item for item in items if item.place == place]
-        ctx = weights._stack.enter_context(ggml.Context(len(inside)))
-        for item in inside:
-            weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
-            weights.placed[item.decl.name] = place.how
-        if not data:
-            continue
-        if place.how == MAPPED:
-            _map(file, weights, place, inside, policy.huge)
-        else:
-            buffer = ggml.alloc_tensors(ctx, place.buffer_type or place.device.buffer_type())
-            weights._stack.enter_context(buffer).set_usage("weights")
-            if policy.huge and place.device.kind == "cpu":
-                ggml.advise_huge_pages(buffer.base, buffer.size)
-            _fill(file, weights, inside, n_threads)
-        nbytes = sum(weights.by_name[item.decl.name].nbytes for item in inside)
-        setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
-
-
-def _map(file: GgufFile, weights: Weights, place: _Place, items: list[_Item], huge: bool) -> None:
-    """Let tensors lie in the file's map."""
-    shard = file.shards[place.shard]
-    if huge:
-        # what is not in the page cache yet is read into huge pages where the file system can; what is there stays as it is
-        ggml.advise_huge_pages(shard.address, shard.bytes.nbytes)
-    buffer = place.device.buffer_from_host(shard.address, shard.bytes.nbytes, keep=shard)
-    weights._stack.enter_context(buffer).set_usage("weights")
-    for item in items:
-        buffer.place(weights.by_name[item.decl.name], item.info.offset)
-
-
-def _fill(file: GgufFile, weights: Weights, items: list[_Item], n_threads: int) -> None:
-    """Read tensors and hand their bytes to their buffers, several at once: ggml copies and rewrites without the GIL."""
-
-    def fill(item: _Item) -> None:
-        weights.by_name[item.decl.name].set(np.ascontiguousarray(item.read()))
-        _forget(file, item.info)
-
-    with ThreadPoolExecutor(n_threads) as pool:
-        deque(pool.map(fill, items), maxlen=0)
-
-
-def _forget(file: GgufFile, info: TensorInfo) -> None:
-    """Take the pages of a tensor that has been copied out of this process; they stay in the page cache."""
-    page = mmap_module.PAGESIZE
-    start, end = -(-info.offset // page) * page, (info.offset + info.nbytes) // page * page
-    if end > start and hasattr(mmap_module, "MADV_DONTNEED"):
-        file.shards[info.shard].map.madvise(mmap_module.MADV_DONTNEED, start, end - start)
-
-
-def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[_Item]) -> None:
+def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[Item]) -> None:
     """Hang the tensors under their names, tie what is tied, attach scales."""
     for item in items:
         weights._set(item.decl, weights.by_name[item.decl.name])
@@ -271,11 +192,11 @@ def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[_I
             setattr(weights, Decl(name, (), "").attribute, weights.by_name[to])
     for weight, scale in checked.scales.items():
         weights.scales[weights.by_name[weight]] = weights.by_name[scale]
-    for how, types in _repacked_summary(items).items():
-        weights.notes.append(f"{how}: {types}")
+    for how, counted in _repacked_summary(items).items():
+        weights.notes.append(f"{how}: {counted}")
 
 
-def _repacked_summary(items: list[_Item]) -> dict[str, str]:
+def _repacked_summary(items: list[Item]) -> dict[str, str]:
     counts = Counter((item.place.buffer_type.name, item.type.name) for item in items if item.place.how == REPACKED)
     summary: dict[str, list[str]] = {}
     for (buffer_type, type_name), n in counts.items():
