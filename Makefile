@@ -2,7 +2,7 @@
 # Needs python3 (3.10 or newer, with venv and headers), g++, make and git; everything else is installed into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help run setup test parity bench fuzz lint clean
+.PHONY: help run setup test vulkan parity bench fuzz lint clean
 
 PYTHON ?= python3
 PY     := .venv/bin/python
@@ -16,6 +16,17 @@ PYTEST_ARGS ?= -q -n auto --dist loadfile
 BROWSER := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 BENCH_ARGS  ?=
 
+# a second device for the tests: Vulkan in software, over the libggml of an npm package
+VULKAN_VERSION := 3.22.1
+VULKAN_SHA256  := e10577190fc4bd1649d3b655588e5c7a85fc6b6dbf7136fee596cbe9e25521e7
+VULKAN_GGML    := .venv/vulkan/package/bins/linux-x64-vulkan
+LAVAPIPE := $(firstword $(wildcard /usr/share/vulkan/icd.d/lvp_icd*.json))
+# without any of these the part over Vulkan is left out; .ci/run installs them
+VULKAN := $(if $(shell command -v npm),$(if $(wildcard /usr/lib/x86_64-linux-gnu/libvulkan.so.1),$(LAVAPIPE)))
+# glibc would give the driver's memory back to the system and take it again for every row of a norm; compiled shaders are kept
+VULKAN_ENV := QGRAPH_GGML=$(CURDIR)/$(VULKAN_GGML) GGML_VK_VISIBLE_DEVICES=0 VK_ICD_FILENAMES=$(LAVAPIPE) \
+	MESA_SHADER_CACHE_DIR=$(CURDIR)/.venv/vulkan/shaders MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
+
 help: ## list the verbs
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
@@ -24,14 +35,23 @@ run: .venv/installed ## install, then let the embedded model go on from PROMPT="
 
 setup: .venv/installed-test ## install with everything the tests need (builds llama-cpp-python once, about 6 minutes)
 
-test: .venv/installed-test ## run the whole suite, once over each libggml
+test: .venv/installed-test $(if $(VULKAN),.venv/vulkan/$(VULKAN_VERSION)) ## run the whole suite over each libggml, and what a second device can show over Vulkan
 	@status=0; \
 	[ -n "$(BROWSER)" ] || echo "no Chromium: tests/test_graph_html.py is left out (apt-get install chromium)"; \
 	for provider in ggml_python llama_cpp; do \
 		echo "== tests over $$provider"; \
 		QGRAPH_GGML=$$provider $(PY) -m pytest $(PYTEST_ARGS) --junitxml=.venv/report-$$provider.xml \
 			$(if $(BROWSER),,--ignore=tests/test_graph_html.py) tests || status=1; \
-	done; exit $$status
+	done; \
+	if [ -n "$(VULKAN)" ]; then \
+		echo "== tests over vulkan"; \
+		$(VULKAN_ENV) $(PY) -m pytest $(PYTEST_ARGS) --junitxml=.venv/report-vulkan.xml tests/vulkan || status=1; \
+	else \
+		echo "no npm or no software Vulkan: tests/vulkan is left out (apt-get install npm libvulkan1 mesa-vulkan-drivers)"; \
+	fi; exit $$status
+
+vulkan: .venv/installed-test .venv/vulkan/$(VULKAN_VERSION) ## run the tests of a second device alone, on Vulkan in software
+	$(VULKAN_ENV) $(PY) -m pytest $(PYTEST_ARGS) tests/vulkan
 
 parity: .venv/installed-test ## compare every node and the text with llama.cpp, same libggml on both sides
 	QGRAPH_GGML=llama_cpp $(PY) -m pytest $(PYTEST_ARGS) tests/test_against_llama.py tests/test_parity.py
@@ -57,6 +77,13 @@ clean: ## remove .venv and everything built
 		|| { echo "Python.h is missing: apt-get install python3-dev" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "no C++ compiler: apt-get install g++" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/vulkan/$(VULKAN_VERSION): .venv/made
+	@rm -rf .venv/vulkan/package .venv/vulkan/*.tgz && mkdir -p .venv/vulkan/shaders
+	cd .venv/vulkan && npm pack --loglevel=error @node-llama-cpp/linux-x64-vulkan@$(VULKAN_VERSION) > /dev/null
+	@echo "$(VULKAN_SHA256)  $$(ls .venv/vulkan/*.tgz)" | sha256sum --check --quiet
+	@tar xzf .venv/vulkan/*.tgz -C .venv/vulkan package/bins package/LICENSE && rm .venv/vulkan/*.tgz
 	@touch $@
 
 .venv/installed: .venv/made $(NATIVE)

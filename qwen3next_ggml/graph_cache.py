@@ -32,13 +32,13 @@ class GraphCache:
     ):  # fmt: skip
         self.model = model
         self.state = state
-        self._state_devices = state_devices or model.layer_devices
+        self.state_devices = state_devices or model.layer_devices
         self.n_builds = 0
         self.n_changes = 0
         self.before_use: Callable[[], None] = _nothing
         self._graphs: OrderedDict[GraphKey, Built] = OrderedDict()
         key = GraphKey(worst, options)
-        elsewhere = (device for device in dict.fromkeys(self._state_devices) if device not in model.devices)
+        elsewhere = (device for device in dict.fromkeys(self.state_devices) if device not in model.devices)
         self.executor = executor([*model.devices, *elsewhere], n_threads, 2 * self._budget(key))
         built = self.build(key)
         self.executor.reserve(built)
@@ -85,8 +85,8 @@ class GraphCache:
 
     def _places(self, g: GraphBuilder) -> dict[ggml.Tensor, ggml.Device]:
         """Return the device of every node: of a view where that lies, else where the state is that it touches, else its layer's."""
-        held = {x: self._state_devices[il] for il, layer in self.state.kv.items() for x in (layer.k, layer.v)}
-        held |= {state.all: self._state_devices[il] for (il, _), state in self.state.recurrent.items()}
+        held = {x: self.state_devices[il] for il, layer in self.state.kv.items() for x in (layer.k, layer.v)}
+        held |= {state.all: self.state_devices[il] for (il, _), state in self.state.recurrent.items()}
         places: dict[ggml.Tensor, ggml.Device] = {}
         for node, il in g.node_layers().items():
             touched = (held.get(x.view_src or x) for x in (node, *node.src))

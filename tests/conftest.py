@@ -15,6 +15,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Read by libgomp when it is loaded, so it comes before anything opens a libggml; what tests threads lifts it in a process of its own
 os.environ.setdefault("OMP_THREAD_LIMIT", "1")
 
+# needs a second device, and has a run of its own over a libggml that brings one
+collect_ignore = [] if "vulkan" in os.environ.get("QGRAPH_GGML", "") else ["vulkan"]
+
 # a shell's background job ignores Ctrl-C, and so would every process the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,0 +1,42 @@
+"""C21, C22 and C24 on Vulkan0: ops against float64 over the shapes that break kernels.
+
+The whole table is `qgraph parity --ops --device Vulkan0`; these are the rows whose shaders compile in seconds in software, which those of
+products of two to eight columns do not.
+"""
+
+import pytest
+
+from qwen3next_ggml import ggml
+from qwen3next_ggml.graph.own import Graph
+from qwen3next_ggml.parity.op_cases import cases
+from qwen3next_ggml.parity.ops import MISS, OK, check
+
+from .conftest import DEVICE
+
+SHAPES = {
+    "gated_delta_net": ("S 32, T 1, 1 seq", "S 64, T 4, 2 seq", "S 64, T 65, 1 seq", "S 128, T 65, 2 seq, 2 to 1"),
+    "solve_tri": ("n 1,", "n 63, k 31", "n 64, k 64", "n 65, k 33", "n 128, k 128"),
+    "mul_mat_id": ("f32, 512 experts, top 10, 33 tokens", "q8_0, 512 experts, top 10, 1 tokens", "q8_0, 512 experts, top 10, 519 tokens",
+                   "f32, 4 experts, top 4, 33 tokens"),
+    "ssm_conv": ("",), "cumsum": ("",), "tri": ("",), "argsort": ("",), "top_k": ("",), "soft_max": ("",), "rms_norm": ("n 32", "n 2048"),
+    "get_rows": ("",), "set_rows": ("of f32", "of f16"), "rope": ("64 of 256",),
+}  # fmt: skip
+CASES = list(cases())
+
+
+@pytest.mark.parametrize("op", SHAPES)
+def test_the_device_is_right(op):
+    chosen = [case for case in CASES if case.op == op and any(part in case.shape for part in SHAPES[op])]
+    assert len(chosen) >= len(SHAPES[op])
+    assert [result for result in (check(case, DEVICE) for case in chosen) if result.verdict != OK] == []
+
+
+def test_what_is_off_is_a_miss(monkeypatch):
+    """Products with float16 experts are rounded to float16 on the way: the one miss of the table, docs/backends.md."""
+    [case] = [case for case in CASES if case.op == "mul_mat_id" and case.shape == "f16, 512 experts, top 10, 33 tokens"]
+    found = check(case, DEVICE)
+    assert found.verdict == MISS and case.limit < found.nmse < 1e-4
+    [good] = [case for case in CASES if case.op == "solve_tri" and case.shape.startswith("n 64, k 64")]
+    solve = ggml.Ops.solve_tri
+    monkeypatch.setattr(Graph, "solve_tri", lambda self, a, b, *how: solve(self, a, self.scale(b, 1.001), *how))
+    assert check(good, DEVICE).verdict == MISS
