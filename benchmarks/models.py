@@ -43,5 +43,5 @@ def model_path(name: str, cache: Path, given: str | None = None) -> Path:
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         print(f"writing {path}, about {made.gib:.1f} GiB", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "qwen3next_ggml.cli", *made.command(path)], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-m", "qwen3next_ggml.cli", *made.command(path)], check=True)
     return path
