@@ -56,6 +56,27 @@ static bool q_set_n_threads(ggml_backend * backend, int n_threads) {
     return set != NULL;
 }
 
+// gives the backend threads that wait for its next graph instead of being made for each; NULL: it has no such thing
+static void * q_keep_threads(ggml_backend * backend, int n_threads) {
+    ggml_backend_device * device = T.ggml_backend_get_device(backend);
+    void * (* make)(struct ggml_threadpool_params *) = of_registry(device, "ggml_threadpool_new");
+    void (* give)(ggml_backend *, void *) = of_registry(device, "ggml_backend_cpu_set_threadpool");
+    if (!make || !give || !T.ggml_threadpool_params_default) {
+        return NULL;
+    }
+    struct ggml_threadpool_params params = T.ggml_threadpool_params_default(n_threads);
+    void * threads = make(&params);
+    if (threads) {
+        give(backend, threads);
+    }
+    return threads;
+}
+
+static void q_drop_threads(ggml_backend_device * device, void * threads) {
+    void (* drop)(void *) = of_registry(device, "ggml_threadpool_free");
+    drop(threads);
+}
+
 static ggml_backend_buffer_type ** q_extra_buffer_types(ggml_backend_device * device) {
     ggml_backend_buffer_type ** (* get)(ggml_backend_device *) = of_registry(device, "ggml_backend_dev_get_extra_bufts");
     return get ? get(device) : NULL;

@@ -74,6 +74,17 @@ CORE     ggml_tensor * ggml_set_name(ggml_tensor * tensor, const char * name);
 CORE     void   ggml_set_input(ggml_tensor * tensor);
 CORE     void   ggml_set_output(ggml_tensor * tensor);
 
+// threads that wait for the next graph, where OpenMP has none
+struct ggml_threadpool_params {
+    bool     cpumask[512];
+    int      n_threads;
+    int      prio;
+    uint32_t poll;
+    bool     strict_cpu;
+    bool     paused;
+};
+OPTIONAL struct ggml_threadpool_params ggml_threadpool_params_default(int n_threads);
+
 // graphs
 CORE     size_t ggml_graph_overhead_custom(size_t size, bool grads);
 CORE     void   ggml_graph_clear(ggml_cgraph * cgraph);

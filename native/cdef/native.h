@@ -55,6 +55,8 @@ struct q_step {
 };
 extern "Python" int q_let_python_run(void);
 bool   q_install_stop(ggml_backend * backend, struct q_stop * stop);
+void * q_keep_threads(ggml_backend * backend, int n_threads);
+void   q_drop_threads(ggml_backend_device * device, void * threads);
 bool   q_set_n_threads(ggml_backend * backend, int n_threads);
 int    q_run(struct q_step * step);
 int    q_n_running(void);

@@ -32,7 +32,7 @@ def _let_python_run() -> int:
 class Backend(Owned):
     """Computes graphs on one device, one at a time."""
 
-    __slots__ = ("_p", "_stop", "device", "interruptible", "n_starts", "name")
+    __slots__ = ("_p", "_stop", "device", "interruptible", "n_starts", "name", "_threads")
 
     def __init__(self, device: Device):
         self.device = device
@@ -46,7 +46,8 @@ class Backend(Owned):
             raise BackendError(f"device {self.device.name} cannot be used: its driver refused")
         self._stop = ffi.new("struct q_stop *")
         self.interruptible = lib.q_install_stop(self._p, self._stop)
-        self._own(_free_backend, self._p, self._stop)
+        self._threads: list = []
+        self._own(_free_backend, self._p, self._stop, self.device._p, self._threads)
         self.n_starts += 1
 
     def __repr__(self) -> str:
@@ -57,10 +58,14 @@ class Backend(Owned):
         return BufferType(lib.ggml_backend_get_default_buffer_type(self._open()))
 
     def set_n_threads(self, n: int) -> None:
-        """Use n threads, where the backend has threads of its own."""
+        """Use n threads, where the backend has threads of its own; they stay from one graph to the next."""
         if n < 1:
             raise BackendError(f"{n} threads, expected at least 1")
         lib.q_set_n_threads(self._open(), n)
+        # OpenMP keeps its threads by itself, and ggml looks at no others then
+        if "OPENMP" not in self.device.features and (threads := lib.q_keep_threads(self._p, n)):
+            _drop(self.device._p, self._threads)
+            self._threads.append(threads)
 
     def compute(self, graph: Graph) -> None:
         """Run a graph whose tensors are all placed.
@@ -132,5 +137,11 @@ def run(step: object, name: str) -> None:
         raise BackendError(f"computing on {name} failed: {ffi.string(lib.ggml_status_to_string(status)).decode()}")
 
 
-def _free_backend(p: object, stop: object) -> None:
+def _free_backend(p: object, stop: object, device: object, threads: list) -> None:
     lib.ggml_backend_free(p)
+    _drop(device, threads)
+
+
+def _drop(device: object, threads: list) -> None:
+    while threads:
+        lib.q_drop_threads(device, threads.pop())
