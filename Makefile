@@ -23,8 +23,9 @@ VULKAN_GGML    := .venv/vulkan/package/bins/linux-x64-vulkan
 LAVAPIPE := $(firstword $(wildcard /usr/share/vulkan/icd.d/lvp_icd*.json))
 # without any of these the part over Vulkan is left out; .ci/run installs them
 VULKAN := $(if $(shell command -v npm),$(if $(wildcard /usr/lib/x86_64-linux-gnu/libvulkan.so.1),$(LAVAPIPE)))
-# glibc would give the driver's memory back to the system and take it again for every row of a norm; compiled shaders are kept
-VULKAN_ENV := QGRAPH_GGML=$(CURDIR)/$(VULKAN_GGML) GGML_VK_VISIBLE_DEVICES=0 VK_ICD_FILENAMES=$(LAVAPIPE) \
+# without float16, which rounds operands (docs/backends.md); glibc would give the driver's memory back to the system and take it again for
+# every row of a norm; compiled shaders are kept
+VULKAN_ENV := QGRAPH_GGML=$(CURDIR)/$(VULKAN_GGML) GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 VK_ICD_FILENAMES=$(LAVAPIPE) \
 	MESA_SHADER_CACHE_DIR=$(CURDIR)/.venv/vulkan/shaders MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 
 help: ## list the verbs

@@ -45,7 +45,7 @@ def t0(toys):
 
 @pytest.fixture(scope="session")
 def bard_f32(bard, tmp_path_factory):
-    """Path of the embedded model with its weights as F32: same values, no rounding of activations in any kernel."""
+    """Path of the embedded model with its weights as F32: the same values, and kernels that do not round activations."""
     path = tmp_path_factory.mktemp("bard") / "bard-f32.gguf"
     arrays = read_arrays(bard)
     quantised = [t.name for t in gguf.GGUFReader(bard).tensors if t.tensor_type.name != "F32"]

@@ -32,10 +32,6 @@ def test_the_device_is_right(op):
 
 
 def test_what_is_off_is_a_miss(monkeypatch):
-    """Products with float16 experts are rounded to float16 on the way: the one miss of the table, docs/backends.md."""
-    [case] = [case for case in CASES if case.op == "mul_mat_id" and case.shape == "f16, 512 experts, top 10, 33 tokens"]
-    found = check(case, DEVICE)
-    assert found.verdict == MISS and case.limit < found.nmse < 1e-4
     [good] = [case for case in CASES if case.op == "solve_tri" and case.shape.startswith("n 64, k 64")]
     solve = ggml.Ops.solve_tri
     monkeypatch.setattr(Graph, "solve_tri", lambda self, a, b, *how: solve(self, a, self.scale(b, 1.001), *how))
