@@ -16,7 +16,7 @@ class Built:
     """One graph that can be run again and again.
 
     `inputs` are the inputs the graph reads; `logits` [n_vocab, n_outputs] is None where no row is wanted, `hidden`
-    [n_embd, …] where nobody asked for it; `kept` holds captured nodes by (name, occurrence); `device_of` says which
+    [n_embd, …] where nobody asked for it; `top` are ids and logits of the largest where those are handed out instead; `kept` holds captured nodes by (name, occurrence); `device_of` says which
     device a node belongs to where there are several.
     """
 
@@ -28,11 +28,12 @@ class Built:
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept: Mapping[tuple[str, int], tuple[ggml.Tensor, ggml.Tensor]] = field(default_factory=dict)
     device_of: Mapping[ggml.Tensor, ggml.Device] = field(default_factory=dict)
+    top: tuple[ggml.Tensor, ...] = ()
     step: ggml.Step | None = None
 
     @property
     def outputs(self) -> list[ggml.Tensor]:
-        return [x for x in (self.logits, self.hidden) if x is not None]
+        return list(self.top) or [x for x in (self.logits, self.hidden) if x is not None]
 
     def close(self) -> None:
         """Free the graph's tensor structs."""

@@ -111,13 +111,23 @@ class _Chooser:
         self.n_prompt = len(tokens)
         sampler.look_back(tokens)
 
+    @property
+    def n_enough(self) -> int | None:
+        return None if self.processors else self.sampler.n_enough
+
+    def among(self, ids: np.ndarray, logits: np.ndarray) -> int:
+        """Choose from the `n_enough` likeliest tokens."""
+        return self._chosen(self.sampler.sample_among(ids, logits))
+
     def __call__(self, logits: np.ndarray, proposal: Proposal | None = None) -> int:
         n_vocab = len(logits)
         for process in self.processors:
             logits = np.asarray(process(list(self.tokens), logits), np.float32)
             if logits.shape != (n_vocab,):
                 raise OptionError(f"a logits processor returned shape {list(logits.shape)}, expected [{n_vocab}]")
-        token = self.sampler.sample(logits, proposal)
+        return self._chosen(self.sampler.sample(logits, proposal))
+
+    def _chosen(self, token: int) -> int:
         self.sampler.accept(token)
         self.tokens.append(token)
         return token
@@ -166,15 +176,19 @@ def _generate(
         logits = session.prompt(choose.tokens, seq=seq)[-1]
         prompt_s, predicted_s = perf_counter() - start, 0.0
         prompt = (session.last_evaluated, prompt_s)
+        n_enough = choose.n_enough and min(choose.n_enough, model.hparams.n_vocab)
         if n_wanted == 0:
             yield Step(None, "", session.n_past(seq), seed, "length", _timings(*prompt, 0, 0.0))
         for n_done in range(1, n_wanted + 1):
             start, proposal = perf_counter(), None
-            if n_done > 1 and ahead:
-                logits, proposal = ahead.after(choose.tokens[-1], n_left=n_wanted - n_done + 1)
-            elif n_done > 1:
-                logits = session.decode(choose.tokens[-1:], seq=seq)[-1]
-            token = choose(logits, proposal)
+            if n_done > 1 and not ahead and n_enough:
+                token = choose.among(*session.decode_top(choose.tokens[-1], n_enough, seq=seq))
+            else:
+                if n_done > 1 and ahead:
+                    logits, proposal = ahead.after(choose.tokens[-1], n_left=n_wanted - n_done + 1)
+                elif n_done > 1:
+                    logits = session.decode(choose.tokens[-1:], seq=seq)[-1]
+                token = choose(logits, proposal)
             text, stopped = out.push(token)
             ended = "eog" if model.tokenizer.is_eog(token) else "stop" if stopped else None
             finish = ended or ("length" if n_done == n_wanted else None)

@@ -12,6 +12,7 @@ from .graph.key import GraphKey, node_budget
 from .graph.options import GraphOptions
 from .graph.patch import patched
 from .graph.state import GraphState
+from .graph.top import top_logits
 
 MAX_GRAPHS = 16
 
@@ -78,10 +79,11 @@ class GraphCache:
         kept = {}
         if key.captures:
             graph, kept = capture(g, graph, lambda name: any(fnmatchcase(name, p) for p in key.captures))
-        for x in (logits, hidden):
+        top = top_logits(g, logits, key.top) if key.top else ()
+        for x in (logits, hidden, *top):
             if x is not None:
                 g.set_output(x)
-        return Built(ctx, graph, g.inputs, logits, hidden, g.constants, kept, device_of)
+        return Built(ctx, graph, g.inputs, logits, hidden, g.constants, kept, device_of, top)
 
     def _places(self, g: GraphBuilder) -> dict[ggml.Tensor, ggml.Device]:
         """Return the device of every node: of a view where that lies, else where the state is that it touches, else its layer's."""

@@ -271,6 +271,7 @@ class Sampler:
         self._history: deque[int] = deque(maxlen=self.params.penalty_last_n)
         self._draws, self._xtc_draws = Twister(self.seed), Twister(self.seed)
         active = self._active_steps()
+        self._first = active[0][0] if active else None
         self._steps = [step for _, step in active]
         self._proposing_steps = [step for name, step in active if name not in _NOT_OF_LOGITS]
 
@@ -344,6 +345,21 @@ class Sampler:
         logits = np.array(logits, np.float32)
         logits[list(ids)] += np.array(biases, np.float32)
         return logits
+
+    @property
+    def n_enough(self) -> int | None:
+        """How many of the likeliest tokens decide what `sample` chooses; None: all of them count."""
+        if self.params.logit_bias:
+            return None
+        greedy = self._first == "temperature" and self.params.temp == 0
+        return 1 if greedy else self.params.top_k if self._first == "top_k" else None
+
+    def sample_among(self, ids: np.ndarray, logits: np.ndarray) -> int:
+        """Choose a token from the `n_enough` likeliest, likeliest first, as `sample` does from all."""
+        c = Candidates(ids, logits, ordered=True)
+        for step in self._steps:
+            c = step(c)
+        return draw(c, c.weights(), self._draws.double())
 
     def sample(self, logits: np.ndarray, proposal: Proposal | None = None) -> int:
         """Choose a token from logits [n_vocab], the proposed one where that may stand; `accept` is the caller's.

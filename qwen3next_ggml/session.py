@@ -95,12 +95,30 @@ class Session:
         logits are not numbers.
         """
         if logits == "last" and type(tokens) is list and len(tokens) == 1 and self._is_ordinary(tokens[0], seq):
-            return self._decode_one(tokens[0], seq)
+            return self._decode_one(tokens[0], seq)[0]
         return self.decode_batch({seq: tokens}, logits=logits)[seq]
 
     def decode_batch(self, batch: Mapping[int, Sequence[int]], *, logits: str = "last") -> dict[int, np.ndarray]:
         """Append tokens to several sequences at once, of any lengths → sequence → logits [n_out, n_vocab]."""
         return self._decode(batch, logits, ())[0]
+
+    def decode_top(self, token: int, k: int, *, seq: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Append one token to `seq` → ids int32 [k] and logits float32 [k] of the `k` likeliest next ones, likeliest first.
+
+        They are found on the device and nothing else is copied, but for one token on a CPU, whose argmax takes longer than a copy and
+        numpy's. Raises what `decode` does, OptionError for a `k` outside the vocabulary.
+        """
+        if not 1 <= k <= self.hparams.n_vocab:
+            raise OptionError(f"k is {k}, expected 1 to {self.hparams.n_vocab}")
+        in_graph = k > 1 or self.model.devices[0].kind != "cpu"
+        if in_graph and self._is_ordinary(token, seq):
+            ids, logits = self._decode_one(token, seq, k)
+        else:
+            row = self.decode([token], seq=seq)[0]
+            ids = (np.argpartition(row, -k)[-k:] if k > 1 else row.argmax(keepdims=True)).astype(np.int32)
+            logits = row[ids]
+        order = np.lexsort((ids, -logits))
+        return ids[order], logits[order]
 
     def capture(self, *patterns: str) -> AbstractContextManager[Capture]:
         """Read nodes by name in a `with` block: `with s.capture("attn_norm-0", "l_out-*") as t: …; t["l_out-3"]`.
@@ -154,21 +172,21 @@ class Session:
             and not (self.checkpoint_every and (self.memory.n_past[seq] + 1) % self.checkpoint_every == 0)
         )  # fmt: skip
 
-    def _decode_one(self, token: int, seq: int) -> np.ndarray:
-        self.one_token.prepare(token, seq)
+    def _decode_one(self, token: int, seq: int, top: int = 0) -> list[np.ndarray]:
+        self.one_token.prepare(token, seq, top)
         self.history.supersede(seq)
         try:
-            out = self.one_token.compute()
+            outs = self.one_token.compute()
         except BaseException:
             ubatch = one_token(token, self.memory.n_past[seq], seq)
             self.memory.apply(ubatch, self.memory.plan(ubatch), failed=ubatch.seqs)
             raise
-        if isfinite(out[0, 0]):
+        if isfinite(outs[-1].item(0)):
             self.one_token.keep(token, seq)
         else:
             ubatch = one_token(token, self.memory.n_past[seq], seq)
-            self._finish(ubatch, self.memory.plan(ubatch), (), out, None)
-        return out
+            self._finish(ubatch, self.memory.plan(ubatch), (), outs[-1].reshape(1, -1), None)
+        return outs
 
     def _run(self, ubatch: UBatch, captures: tuple[str, ...]) -> tuple[np.ndarray | None, dict]:
         marks = self._marks(ubatch)

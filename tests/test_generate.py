@@ -43,6 +43,11 @@ class ScriptedSession:
         logits[0, TOKENIZER.encode("!")] = 20
         return logits
 
+    def decode_top(self, token, k, *, seq):
+        row = self.decode([token], seq=seq)[0]
+        ids = np.argsort(-row, kind="stable")[:k]
+        return ids, row[ids]
+
     def n_past(self, seq):
         return len(self.held)
 

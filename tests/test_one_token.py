@@ -90,9 +90,9 @@ def test_a_mask_that_keeps_what_was_rewound_shows(model, monkeypatch):
     """The mutation of the test above: cells beyond the cursor stay visible."""
     prepare = OneToken.prepare
 
-    def sloppy(self, token, seq):
+    def sloppy(self, token, seq, top=0):
         n_seen = self._n_seen
-        prepare(self, token, seq)
+        prepare(self, token, seq, top)
         self._mask[0, :n_seen] = 0
 
     monkeypatch.setattr(OneToken, "prepare", sloppy)

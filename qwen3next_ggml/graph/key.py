@@ -14,7 +14,8 @@ PATCH_NODES = 8192
 class GraphKey:
     """Identify a graph: a change of key rebuilds, nothing else does.
 
-    `mtp` is the NextN block instead of the trunk; `patches` are what probes.py puts in the place of named values.
+    `mtp` is the NextN block instead of the trunk; `patches` are what probes.py puts in the place of named values; with `top`
+    only so many of the largest logits are handed out.
     """
 
     sizes: Sizes
@@ -22,6 +23,7 @@ class GraphKey:
     captures: tuple[str, ...] = ()
     mtp: bool = False
     patches: tuple = ()
+    top: int = 0
 
 
 def node_budget(key: GraphKey, n_layer: int, n_expert_used: int) -> int:
