@@ -16,8 +16,9 @@ class Built:
     """One graph that can be run again and again.
 
     `inputs` are the inputs the graph reads; `logits` [n_vocab, n_outputs] is None where no row is wanted, `hidden`
-    [n_embd, …] where nobody asked for it; `top` are ids and logits of the largest where those are handed out instead; `kept` holds captured nodes by (name, occurrence); `device_of` says which
-    device a node belongs to where there are several.
+    [n_embd, …] where nobody asked for it; `top` are ids and logits of the largest where those are handed out instead;
+    `kept` holds captured nodes by (name, occurrence); `device_of` says which device a node belongs to where there are
+    several.
     """
 
     ctx: ggml.Context
