@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from .output import count, size
 
@@ -25,6 +26,9 @@ ABSENT = {
 
 def printed(form: str, rows: Iterable[Mapping], varied: Sequence[str]) -> Iterator[str]:
     """Yield lines of one of FORMS as soon as a row is measured; `varied` are the options with a column in Markdown."""
+    # a head comes with the first row: what cannot be measured has no table
+    rows = iter(rows)
+    rows = chain([next(rows)], rows)
     if form == "json":
         yield json.dumps(list(rows), indent=2)
     elif form == "jsonl":

@@ -5,6 +5,7 @@ import pytest
 
 from qwen3next_ggml import ggml
 from qwen3next_ggml.ggml import types
+from tests.kit import run_python
 
 
 def flags(address):
@@ -21,8 +22,13 @@ def flags(address):
 
 
 def test_a_buffer_is_advised_and_keeps_its_data():
+    """A buffer nobody has advised: malloc may hand out memory again that numpy has."""
+    done = run_python("from tests.ggml import test_pages; test_pages.advise_a_buffer()")
+    assert done.returncode == 0, done.stderr
+
+
+def advise_a_buffer():
     with ggml.Context(1) as ctx:
-        # more than malloc ever takes from memory it has, which may be advised already
         x = ctx.new_tensor(types.F32, 10 << 20)
         with ggml.alloc_tensors(ctx, ggml.device("CPU").buffer_type()) as buffer:
             middle = buffer.base + buffer.size // 2

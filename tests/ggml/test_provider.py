@@ -233,7 +233,8 @@ def test_a_drifted_signature_is_seen(text, other):
 
 def test_every_method_stands_for_a_bound_function():
     tree = ast.parse((ROOT / "qwen3next_ggml/ggml/ops.py").read_text())
-    ops = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+    ops = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Ops")
     methods = {node.name for node in ops.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
-    assert methods - {name.removeprefix("ggml_") for name in bound()} == set()
+    # `into` gives a node another place, which ggml has no function for
+    assert methods - {name.removeprefix("ggml_") for name in bound()} == {"into"}
     assert len(methods) > 70
