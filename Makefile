@@ -25,8 +25,8 @@ LAVAPIPE := $(firstword $(wildcard /usr/share/vulkan/icd.d/lvp_icd*.json))
 VULKAN := $(if $(shell command -v npm),$(if $(wildcard /usr/lib/x86_64-linux-gnu/libvulkan.so.1),$(LAVAPIPE)))
 # without float16, which rounds operands (docs/backends.md); glibc would give the driver's memory back to the system and take it again for
 # every row of a norm; compiled shaders are kept
-VULKAN_ENV := QGRAPH_GGML=$(CURDIR)/$(VULKAN_GGML) GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 VK_ICD_FILENAMES=$(LAVAPIPE) \
-	MESA_SHADER_CACHE_DIR=$(CURDIR)/.venv/vulkan/shaders MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
+VULKAN_ENV := QGRAPH_GGML='$(CURDIR)/$(VULKAN_GGML)' GGML_VK_VISIBLE_DEVICES=0 GGML_VK_DISABLE_F16=1 VK_ICD_FILENAMES=$(LAVAPIPE) \
+	MESA_SHADER_CACHE_DIR='$(CURDIR)/.venv/vulkan/shaders' MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -46,13 +46,13 @@ test: .venv/installed-test $(if $(VULKAN),.venv/vulkan/$(VULKAN_VERSION)) ## run
 	done; \
 	if [ -n "$(VULKAN)" ]; then \
 		echo "== tests over vulkan"; \
-		$(VULKAN_ENV) $(PY) -m pytest $(PYTEST_ARGS) --junitxml=.venv/report-vulkan.xml tests/vulkan || status=1; \
+		$(VULKAN_ENV) $(PY) -m pytest $(PYTEST_ARGS) --junitxml=.venv/report-vulkan.xml tests/vulkan tests/ggml/test_warm_threads.py || status=1; \
 	else \
 		echo "no npm or no software Vulkan: tests/vulkan is left out (apt-get install npm libvulkan1 mesa-vulkan-drivers)"; \
 	fi; exit $$status
 
 vulkan: .venv/installed-test .venv/vulkan/$(VULKAN_VERSION) ## run the tests of a second device alone, on Vulkan in software
-	$(VULKAN_ENV) $(PY) -m pytest $(PYTEST_ARGS) tests/vulkan
+	$(VULKAN_ENV) $(PY) -m pytest $(PYTEST_ARGS) tests/vulkan tests/ggml/test_warm_threads.py
 
 parity: .venv/installed-test ## compare every node and the text with llama.cpp, same libggml on both sides
 	QGRAPH_GGML=llama_cpp $(PY) -m pytest $(PYTEST_ARGS) tests/test_against_llama.py tests/test_parity.py

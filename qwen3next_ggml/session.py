@@ -27,6 +27,7 @@ from .probes import Capture, Probes
 from .session_file import save
 
 N_PAD = 256
+LONG_CONTEXT = 8192  # where attention is much of a step; below, llama.cpp's own op keeps to its text even in rounding
 
 
 class Session:
@@ -62,6 +63,8 @@ class Session:
         state_devices = model.layer_devices if kv_device is None else [ggml.device(kv_device)] * len(model.layer_devices)
         devices = list(dict.fromkeys([*model.devices, *state_devices]))
         self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, devices).for_cache(type_v, n_seq_max)
+        if isinstance(graph, str) and self.n_ctx < LONG_CONTEXT:
+            self.options = self.options.but(grouped_attn=False)
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
         # the most a ubatch can have: the first of them as early as can be
