@@ -55,8 +55,6 @@ class UBatch:
 
 def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
     """Return `tokens` as int32, or raise OptionError naming the first one outside the vocabulary."""
-    if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < n_vocab:
-        return np.array(tokens, np.int32)  # the usual step, not worth numpy's checks
     out = np.asarray(tokens)
     if out.ndim != 1 or out.size == 0:
         raise OptionError(f"sequence {seq}: expected a non-empty list of token ids, got shape {out.shape}")
@@ -90,12 +88,6 @@ def split_equal(
         for s in active:
             done[s] += n
     return ubatches
-
-
-def one_token(token: int, n_past: int, seq: int) -> UBatch:
-    """Return the ubatch of one token of `seq` after `n_past`, its logits wanted."""
-    tokens, pos = np.array([token], np.int32), np.array([n_past], np.int32)
-    return UBatch(tokens, pos, (seq,), 1, np.zeros(1, np.int32), ((seq, 0),))
 
 
 def _take(tokens, n_past, done, seqs, n, want) -> UBatch:

@@ -180,15 +180,15 @@ def _generate(
         if n_wanted == 0:
             yield Step(None, "", session.n_past(seq), seed, "length", _timings(*prompt, 0, 0.0))
         for n_done in range(1, n_wanted + 1):
-            start, proposal = perf_counter(), None
-            if n_done > 1 and not ahead and n_enough:
+            start = perf_counter()
+            if n_done == 1:
+                token = choose(logits)
+            elif ahead:
+                token = choose(*ahead.after(choose.tokens[-1], n_left=n_wanted - n_done + 1))
+            elif n_enough:
                 token = choose.among(*session.decode_top(choose.tokens[-1], n_enough, seq=seq))
             else:
-                if n_done > 1 and ahead:
-                    logits, proposal = ahead.after(choose.tokens[-1], n_left=n_wanted - n_done + 1)
-                elif n_done > 1:
-                    logits = session.decode(choose.tokens[-1:], seq=seq)[-1]
-                token = choose(logits, proposal)
+                token = choose(session.decode(choose.tokens[-1:], seq=seq)[-1])
             text, stopped = out.push(token)
             ended = "eog" if model.tokenizer.is_eog(token) else "stop" if stopped else None
             finish = ended or ("length" if n_done == n_wanted else None)

@@ -258,6 +258,12 @@ _NOT_OF_LOGITS = ("penalties", "xtc")
 _KEEP_THE_BEST = ("top_k", "top_p", "min_p", "top_n_sigma")
 
 
+def _after(steps: Sequence[Callable[[Candidates], Candidates]], c: Candidates) -> Candidates:
+    for step in steps:
+        c = step(c)
+    return c
+
+
 class Sampler:
     """Chooses tokens by SamplerParams and remembers what the penalties look back on; `seed` is the one in use."""
 
@@ -331,9 +337,7 @@ class Sampler:
             n_nan, n_inf = (int(np.count_nonzero(f(c.logits))) for f in (np.isnan, np.isposinf))
             raise NonFinite(f"no token can be chosen from {len(c.ids)} logits: {n_nan} NaN, {n_inf} +inf, "
                             f"{int(np.count_nonzero(np.isneginf(c.logits)))} -inf")
-        for step in self._steps:
-            c = step(c)
-        return c
+        return _after(self._steps, c)
 
     def _biased(self, logits: np.ndarray) -> np.ndarray:
         if not self.params.logit_bias:
@@ -356,9 +360,7 @@ class Sampler:
 
     def sample_among(self, ids: np.ndarray, logits: np.ndarray) -> int:
         """Choose a token from the `n_enough` likeliest, likeliest first, as `sample` does from all."""
-        c = Candidates(ids, logits, ordered=True)
-        for step in self._steps:
-            c = step(c)
+        c = _after(self._steps, Candidates(ids, logits, ordered=True))
         return draw(c, c.weights(), self._draws.double())
 
     def sample(self, logits: np.ndarray, proposal: Proposal | None = None) -> int:
@@ -373,7 +375,5 @@ class Sampler:
 
     def propose(self, logits: np.ndarray) -> Proposal:
         """Guess a token from a draft's finite logits [n_vocab], by the steps of the chain that look at logits alone."""
-        c = Candidates.of(self._biased(logits))
-        for step in self._proposing_steps:
-            c = step(c)
+        c = _after(self._proposing_steps, Candidates.of(self._biased(logits)))
         return Proposal(draw(c, c.weights(), self._draws.double()), c)

@@ -11,7 +11,7 @@ from math import isfinite
 import numpy as np
 
 from . import ggml
-from .batch import UBatch, check_tokens, one_token, split_equal
+from .batch import UBatch, check_tokens, split_equal
 from .drafter import Drafter, check_head
 from .errors import NonFinite, OptionError, StateError
 from .graph.inputs import Sizes
@@ -27,7 +27,6 @@ from .probes import Capture, Probes
 from .session_file import save
 
 N_PAD = 256
-LONG_CONTEXT = 8192  # where attention is much of a step; below, llama.cpp's own op keeps to its text even in rounding
 
 
 class Session:
@@ -62,9 +61,8 @@ class Session:
         self.checkpoint_every = checkpoint_every
         state_devices = model.layer_devices if kv_device is None else [ggml.device(kv_device)] * len(model.layer_devices)
         devices = list(dict.fromkeys([*model.devices, *state_devices]))
-        self.options = resolve_options(graph, delta_net, flash_attn, model.hparams, devices).for_cache(type_v, n_seq_max)
-        if isinstance(graph, str) and self.n_ctx < LONG_CONTEXT:
-            self.options = self.options.but(grouped_attn=False)
+        resolved = resolve_options(graph, delta_net, flash_attn, model.hparams, devices, n_ctx=self.n_ctx)
+        self.options = resolved.for_cache(type_v, n_seq_max)
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
         # the most a ubatch can have: the first of them as early as can be
@@ -181,15 +179,20 @@ class Session:
         try:
             outs = self.one_token.compute()
         except BaseException:
-            ubatch = one_token(token, self.memory.n_past[seq], seq)
-            self.memory.apply(ubatch, self.memory.plan(ubatch), failed=ubatch.seqs)
+            ubatch, plan = self._planned(token, seq)
+            self.memory.apply(ubatch, plan, failed=ubatch.seqs)
             raise
         if isfinite(outs[-1].item(0)):
             self.one_token.keep(token, seq)
         else:
-            ubatch = one_token(token, self.memory.n_past[seq], seq)
-            self._finish(ubatch, self.memory.plan(ubatch), (), outs[-1].reshape(1, -1), None)
+            self._finish(*self._planned(token, seq), (), outs[-1].reshape(1, -1), None)
         return outs
+
+    def _planned(self, token: int, seq: int) -> tuple[UBatch, Plan]:
+        """Return what the general way would run for one more token of `seq`."""
+        past = {seq: self.memory.n_past[seq]}
+        [ubatch] = split_equal({seq: np.array([token], np.int32)}, past, want="last", n_ubatch=1)
+        return ubatch, self.memory.plan(ubatch)
 
     def _run(self, ubatch: UBatch, captures: tuple[str, ...]) -> tuple[np.ndarray | None, dict]:
         marks = self._marks(ubatch)

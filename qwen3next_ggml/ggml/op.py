@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 
 from ..errors import GraphError
 from ._native import ffi, lib
@@ -71,6 +72,12 @@ def _spell(name: str, names: list[str], values: tuple) -> str:
     """Return op(argument, …) with the type and shape of each tensor."""
     shown = (f"{n} {v.described}" if isinstance(v, Tensor) else f"{n}={v!r}" for n, v in zip(names, values, strict=True))
     return f"{name}({', '.join(shown)})"
+
+
+@lru_cache(maxsize=4096)
+def encoded(name: str) -> bytes:
+    """Return a name as C wants it: a graph gives the same few to thousands of nodes."""
+    return name.encode()
 
 
 def caller() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import GraphError
 from ._native import lib
-from .op import caller, compile_op, op
+from .op import caller, compile_op, encoded, op
 from .provider import failure, has
 from .tensor import Context, Tensor
 from .types import GgmlType
@@ -28,17 +28,6 @@ def unary(name: str, text: str) -> Callable:
 
     stub.__name__, stub.__qualname__, stub.__doc__ = name, f"Ops.{name}", text
     return op(stub)
-
-
-class _Encoded(dict):
-    """Names as C wants them, each made once: a graph gives the same few to thousands of nodes."""
-
-    def __missing__(self, name: str) -> bytes:
-        self[name] = encoded = name.encode()
-        return encoded
-
-
-_encoded = _Encoded()
 
 
 class Ops:
@@ -385,7 +374,7 @@ class Ops:
 
     def set_name(self, a: Tensor, name: str, il: int = -1) -> Tensor:
         """Name a tensor, "name-il" for a layer; 63 bytes are kept. Returns it."""
-        lib.q_name(a._p, _encoded[name], il)
+        lib.q_name(a._p, encoded(name), il)
         return a
 
     def set_input(self, a: Tensor) -> Tensor:

@@ -45,23 +45,27 @@ def attend(
 
     q [D, H, n_tokens], k and v [D, H_kv, n_tokens]. Mirrors llama.cpp's `build_attn` and `build_attn_mha`.
     """
-    D, H, n_tokens, _ = q.ne
-    n_kv = inp.sizes.n_kv
     for x in (q, v, k):
         g.expand(x)
     cache.write(g, inp, k, v)
-    k, v = cache.read(g, n_kv)
-    if g.options.grouped_attn and cache.v_transposed and n_tokens <= FEW_TOKENS:
+    k, v = cache.read(g, inp.sizes.n_kv)
+    if g.options.grouped_attn and cache.v_transposed and q.ne[2] <= FEW_TOKENS:
         out = _attend_in_groups(g, inp, q, k, v, kq_scale, il)
-        g.expand(out)
-        return g.name(out, "kqv_out", il)
+    else:
+        out = _attend_by_head(g, inp, q, k, v, kq_scale, il, v_transposed=cache.v_transposed)
+    g.expand(out)
+    return g.name(out, "kqv_out", il)
 
+
+def _attend_by_head(g, inp, q, k, v, kq_scale, il, *, v_transposed):
+    """Attend as llama.cpp does. q [D, H, n_tokens], k [D, H_kv, n_kv], v alike or, transposed, [n_kv, H_kv, D]."""
+    D, H, n_tokens, _ = q.ne
     q = g.view_4d(q, D, H, n_tokens, 1, q.nb[1], q.nb[2], q.nb[2] * n_tokens, 0)
     q = g.permute(q, 0, 2, 1, 3)  # [D, n_tokens, H, 1]
     k = g.permute(k, 0, 2, 1, 3)  # [D, n_kv, H_kv, 1]
     v = g.permute(v, 0, 2, 1, 3)  # [D, n_kv, H_kv, 1], or [n_kv, D, H_kv, 1] when transposed
     if g.options.flash_attn:
-        if cache.v_transposed:
+        if v_transposed:
             v = g.cont(g.transpose(v))  # [D, n_kv, H_kv, 1]
         if not g.options.kv_as_stored:
             k, v = (g.cast(x, types.F16) if x.type == types.F32 else x for x in (k, v))
@@ -74,8 +78,7 @@ def attend(
         kq = g.name(g.soft_max_ext(kq, inp.kq_mask, kq_scale, 0.0), "kq_soft_max", il)
         out = g.name(g.mul_mat(v, kq), "kqv", il)  # [D, n_tokens, H, 1]
         out = g.cont_2d(g.permute(out, 0, 2, 1, 3), D * H, n_tokens)
-    g.expand(out)
-    return g.name(out, "kqv_out", il)
+    return out
 
 
 def _attend_in_groups(g, inp, q, k, v, kq_scale, il):

@@ -44,14 +44,12 @@ def delta_net_in_place(
     """
     S, H_v, _, n_seqs = v.ne
     size = v.type.row_size
-    n_out = size(S * H_v)
-    for i in range(n_seqs):
-        at = delta.state_at(inp, i)
+    n_out, starts = size(S * H_v), [delta.start(inp.sizes.rs_head + i) for i in range(n_seqs)]
+    for i, at in enumerate(starts):
         past = g.view_4d(delta.all, S, S, H_v, 1, size(S), size(S * S), size(S * S * H_v), at)
         part = (g.view_4d(x, *x.ne[:3], 1, *x.nb[1:], i * x.nb[3]) for x in (q, k, v, gate, beta))
         both = g.into(g.gated_delta_net(*part, past, 1), delta.all, at - n_out)
         g.expand(both)
     if n_seqs == 1:
         return g.view_4d(both, S, H_v, 1, 1, size(S), n_out, n_out, 0)
-    apart = delta.state_at(inp, 1) - delta.state_at(inp, 0)
-    return g.view_4d(delta.all, S, H_v, 1, n_seqs, size(S), n_out, apart, delta.state_at(inp, 0) - n_out)
+    return g.view_4d(delta.all, S, H_v, 1, n_seqs, size(S), n_out, starts[1] - starts[0], starts[0] - n_out)

@@ -138,9 +138,9 @@ class RecurrentState:
         """Say whether `n` elements of output fit in front of each state, and slots are adjacent and known."""
         return inp.sizes.rs_head is not None and n <= self.spec.n_ahead * self.spec.row
 
-    def state_at(self, inp: Inputs, i: int) -> int:
-        """Return the byte at which the state of the ubatch's sequence `i` starts in `all`."""
-        return ((inp.sizes.rs_head + i) * self.spec.n_slot_rows + self.spec.n_ahead) * self.all.nb[1]
+    def start(self, slot: int) -> int:
+        """Return the byte at which the state of a slot starts in `all`."""
+        return (slot * self.spec.n_slot_rows + self.spec.n_ahead) * self.all.nb[1]
 
     def scatter(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, first: int) -> None:
         """Write `new`, any number of states in order, to the slots that `s_dst` names from its state `first` on."""
@@ -153,8 +153,7 @@ class RecurrentState:
         g.expand(g.set_rows(self._as_rows(g, n_rows), new, dst))
 
     def _slots(self, g: GraphBuilder, head: int, n: int) -> ggml.Tensor:
-        row, spec = self.all.nb[1], self.spec
-        return g.view_2d(self.all, spec.n_embd, n, spec.n_slot_rows * row, (head * spec.n_slot_rows + spec.n_ahead) * row)
+        return g.view_2d(self.all, self.spec.n_embd, n, self.spec.n_slot_rows * self.all.nb[1], self.start(head))
 
     def _n_rows(self, g: GraphBuilder) -> int:
         return self.spec.n_rows if g.options.state_rows else 1

@@ -13,12 +13,15 @@ from .own import Graph
 
 # kernels round in their own ways; one that is wrong is off by the size of the values
 PROOF_LIMIT = 1e-3
+# where attention is much of a step; below, llama.cpp's own op keeps to its text even in rounding
+LONG_CONTEXT = 8192
 
 
 def resolve_options(
-    graph: str | GraphOptions, delta_net: str, flash_attn: bool | str, hp, devices: Sequence[ggml.Device]
-) -> GraphOptions:
-    """Return the options that "auto", "plain" or "lean" and the two choices of op mean on these devices."""
+    graph: str | GraphOptions, delta_net: str, flash_attn: bool | str, hp, devices: Sequence[ggml.Device], *,
+    n_ctx: int = LONG_CONTEXT,
+) -> GraphOptions:  # fmt: skip
+    """Return the options that "auto", "plain" or "lean" and the two choices of op mean on these devices, in a context of `n_ctx`."""
     if isinstance(graph, GraphOptions):
         return graph
     # GPUs fuse the node order of llama.cpp's own graph
@@ -26,7 +29,8 @@ def resolve_options(
     named = {"plain": PLAIN, "lean": LEAN, "auto": LEAN if all(d.kind == "cpu" for d in devices) else on_gpu}
     if graph not in named:
         raise OptionError(f"graph must be one of {', '.join(named)}, got {graph!r}")
-    return named[graph].but(
+    options = named[graph] if n_ctx >= LONG_CONTEXT else named[graph].but(grouped_attn=False)
+    return options.but(
         delta_net=resolve_delta_net(delta_net, hp, devices), flash_attn=resolve_flash_attn(flash_attn, hp, devices)
     )
 

@@ -80,8 +80,10 @@ class KvCache:
 
     def n_kv(self, cells: np.ndarray) -> int:
         """Return how many cells attention must look at once `cells` are used: a multiple of 256, or all."""
-        top = max(self._top, int(cells[-1]) + 1)
-        return min(self.n_cells, -(-top // N_PAD) * N_PAD)
+        return self._padded(max(self._top, int(cells[-1]) + 1))
+
+    def _padded(self, n: int) -> int:
+        return min(self.n_cells, -(-n // N_PAD) * N_PAD)
 
     # one more token of the only sequence that has cells
 
@@ -95,7 +97,7 @@ class KvCache:
 
     @property
     def n_kv_after_one(self) -> int:
-        return min(self.n_cells, -(-(self._top + 1) // N_PAD) * N_PAD) if self.specs else 0
+        return self._padded(self._top + 1) if self.specs else 0
 
     @property
     def mask_type(self) -> type:

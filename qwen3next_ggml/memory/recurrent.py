@@ -50,9 +50,7 @@ class RecurrentMemory:
         g = ggml.Ops(ctx)
         for at, state in self.states.items():
             if state.all.context is ctx:
-                spec, row = state.spec, state.all.nb[1]
-                starts = [(i * spec.n_slot_rows + spec.n_ahead) * row for i in range(self.n_slots)]
-                self._views[at] = [g.view_1d(state.all, spec.n_embd, start) for start in starts]
+                self._views[at] = [g.view_1d(state.all, state.spec.n_embd, state.start(i)) for i in range(self.n_slots)]
 
     # slots
 

@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..ggml import ops
 from ..reference import kit
+from .float64 import Float64
 from .op_case import ATTENTION_LIMIT, F32_LIMIT, HALF_LIMIT, QUANTISED_LIMIT, Case, against, f32, rng_of, stored
 from .small_op_cases import small_cases
 
@@ -68,32 +69,14 @@ def _delta_net(g, S, T, n_seqs, r, per_channel, K, laid):
     gate = f32(-rng.exponential(0.3, size=(n_seqs, T, H, S if per_channel else 1)))
     state = f32(rng.normal(size=(n_seqs, H, S, S)))
     tensors = [laid(g, x) for x in (q, k, v)] + [g.tensor(x) for x in (gate, beta, state)]
-    out, states = _walk(q, k, v, gate, beta, state)
+    want = Float64().gated_delta_net(*(x.astype(np.float64) for x in (q, k, v, gate, beta, state)), K).reshape(-1)
+    # slots beyond the tokens are not written
+    n = v.size + min(T, K) * state.size
 
     def both(value):
-        # slots beyond the tokens are not written
-        flat, n_kept = value.reshape(-1), min(T, K)
-        got = [flat[: out.size], flat[out.size : out.size + n_kept * state.size]]
-        return np.concatenate(got), np.concatenate([out.ravel(), states[::-1][:n_kept].ravel()])
+        return value.reshape(-1)[:n], want[:n]
 
     return g.gated_delta_net(*tensors, K), both
-
-
-def _walk(q, k, v, gate, beta, state) -> tuple[np.ndarray, np.ndarray]:
-    """Return outputs [n_seqs, T, H, S] and the states after each token [T, n_seqs, H, S, S]."""
-    H, outs, states = v.shape[2], [], []
-    s = state.astype(np.float64)
-    for t in range(v.shape[1]):
-        rows = []
-        for i in range(len(v)):
-            g = gate[i, t].astype(np.float64)
-            heads = (kit.pair_heads(x[i, t].astype(np.float64), H, "tiled") for x in (q, k))
-            out, new = kit.delta_step(s[i], *heads, v[i, t].astype(np.float64), g if g.shape[-1] > 1 else g[:, 0], beta[i, t, :, 0])
-            rows.append((out, new))
-        s = np.stack([new for _, new in rows])
-        outs.append(np.stack([out for out, _ in rows]))
-        states.append(s)
-    return np.stack(outs, axis=1), np.stack(states)
 
 
 # solve_tri (C22)
