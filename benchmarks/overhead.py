@@ -27,7 +27,7 @@ import sys, time
 import qwen3next_ggml
 import qwen3next_ggml.model
 start = time.perf_counter()
-model = qwen3next_ggml.load(sys.argv[1], ggml=sys.argv[2])
+model = qwen3next_ggml.load(sys.argv[1], ggml=sys.argv[2], mmap=True)
 session = model.session(n_ctx=512)
 print(time.perf_counter() - start)
 """
@@ -91,7 +91,7 @@ def build_time(folder, *, provider, n_repeats=21):
 
 
 def load_time(path, *, provider, n_repeats=5):
-    """Seconds from a path to a session that can decode, imports not counted, each in a fresh process; the median."""
+    """Seconds from a path to a session that can decode, mapped, imports not counted, each in a fresh process; the median."""
     command = [sys.executable, "-c", LOAD, str(path), provider]
     seconds = [float(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout) for _ in range(n_repeats)]
     return {"load_s": statistics.median(seconds), "file_gib": Path(path).stat().st_size / 2**30}

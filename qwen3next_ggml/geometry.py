@@ -14,7 +14,8 @@ from .errors import OptionError
 from .ggml import GgmlType, types
 from .gguf_file import TensorInfo
 from .hparams import Metadata
-from .model import Model, available_cpus
+from .machine import available_cpus
+from .model import Model
 from .tensors import Decl, TensorTable, load_weights
 
 

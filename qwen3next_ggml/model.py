@@ -13,6 +13,7 @@ from . import models
 from .errors import OptionError
 from .gguf_file import GgufFile, fingerprint
 from .hparams import Metadata
+from .machine import available_cpus
 from .session import Session
 from .session_file import SessionFile, check_model, open_session_file, restore, restore_sampler
 from .surgery import RelayeredWeights, chosen_layers, relayered
@@ -38,7 +39,7 @@ def load(
     `device` is a ggml device name or a list over which layers are spread evenly; `ggml` selects the provider;
     `repack` rewrites matrices for the CPU's own kernels, which costs time and a copy: True, False, "auto" (where it was measured
     to pay) or kinds such as "dense+head"; `mmap=False` copies the others into memory, in huge pages where the system has
-    them, "auto" does so for small files; `weights=False` reads metadata only.
+    them, "auto" does so where memory has room for the file twice; `weights=False` reads metadata only.
     `layers` lists the layers to run in order, `skip` those to leave out, both by their numbers in the file: the model's layers
     are then numbered anew, a repeated one has a state of its own, and there is no NextN block.
     Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.
@@ -65,25 +66,6 @@ def load(
     if chosen is not None:
         hp, loaded = relayered(hp, chosen), RelayeredWeights(loaded, chosen)
     return Model(file, arch, hp, loaded, devices, n_threads, computes=weights, layers=chosen)
-
-
-def available_cpus() -> int:
-    """Return how many threads compute best here: the cores this process may use, as llama.cpp counts them.
-
-    Two hardware threads of one core count once; a limit on CPU time, such as a container's, counts too.
-    """
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = {_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings") or cpu for cpu in cpus}
-    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
-    limit = -(-int(quota) // int(period)) if quota.isdecimal() and period.isdecimal() else len(cores)
-    return max(1, min(len(cores), limit))
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 class Model:

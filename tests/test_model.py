@@ -1,12 +1,9 @@
 """Loading a model, whole: what comes with it, where it lies, what is refused."""
 
-import os
-
 import numpy as np
 import pytest
 
 import qwen3next_ggml as q
-from qwen3next_ggml import model as model_module
 from qwen3next_ggml.errors import BackendError, OptionError, UnsupportedModelError
 from qwen3next_ggml.gguf_file import GgufFile
 from tests.kit import max_abs, nmse
@@ -95,21 +92,3 @@ def test_n_ctx_0_is_what_the_model_was_trained_for():
     with q.load() as model, model.session(n_ctx=0) as s:
         assert s.n_ctx == model.hparams.n_ctx_train
         assert max_abs(s.decode([1]), s.prompt([1])) == 0
-
-
-@pytest.mark.parametrize(
-    "cpus, siblings, quota, n",
-    [
-        ({0, 1, 2, 3}, {0: "3", 1: "3", 2: "c", 3: "c"}, "max 100000", 2),
-        ({0, 1, 2, 3}, {0: "1", 1: "2", 2: "4", 3: "8"}, "max 100000", 4),
-        ({0, 1, 2, 3}, {}, "", 4),
-        ({0, 1, 2, 3}, {}, "250000 100000", 3),
-        ({2}, {2: "c"}, "1000 100000", 1),
-    ],
-    ids=["hardware threads", "cores", "nothing known", "a container", "less than one"],
-)
-def test_threads_are_cores(monkeypatch, cpus, siblings, quota, n):
-    files = {f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings": text for cpu, text in siblings.items()}
-    monkeypatch.setattr(model_module, "_text", (files | {"/sys/fs/cgroup/cpu.max": quota}).get)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
-    assert model_module.available_cpus() == n

@@ -463,7 +463,7 @@ def test_a_load_that_fails_halfway_frees_its_buffers(toys, monkeypatch):
 
     def failing(*args):
         buffers.append(alloc(*args))
-        monkeypatch.setattr(ggml.Tensor, "set", lambda *_: 1 / 0)
+        monkeypatch.setattr(ggml.Tensor, "memory", lambda _: 1 / 0)
         return buffers[-1]
 
     monkeypatch.setattr(ggml, "alloc_tensors", failing)

@@ -64,7 +64,7 @@ varied_options = grouped(
     "varied", Varied,
     several("-lm", "--load-mode", "load_mode", type=Listed(click.Choice(tuple(MMAP))), default="auto",
             help="mmap: leave weights in the mapped file; none: copy them, into huge pages where the system has them; "
-                 "auto: copy small files"),
+                 "auto: copy where memory has room for the file twice"),
     several("--repack", "repack", type=Listed(Repack()), default="auto", metavar="0|1|auto,…",
             help="rewrite matrices for the CPU's own kernels; auto: where it was measured to pay"),
     several("-t", "--threads", "n_threads", type=Ranges(1), env="THREADS", help="CPU threads  [default: physical cores]"),
@@ -102,7 +102,7 @@ def command(model, n_prompt, n_gen, n_pg, n_depth, repetitions, varied, delay, n
     tests = [Test(*both, depth) for depth in n_depth for both in lengths if any(both)]
     if not tests:
         raise click.UsageError("nothing to measure: -p and -n are both 0")
-    from ..model import available_cpus
+    from ..machine import available_cpus
 
     varied = varied if varied.n_threads else replace(varied, n_threads=(available_cpus(),))
     rows = measure(model, tests, varied.combinations(), repetitions, delay=delay, warmup=not no_warmup)

@@ -267,6 +267,14 @@ class Tensor:
             lib.ggml_backend_tensor_get(self._p, ffi.from_buffer(out), offset, size)
         return out
 
+    def memory(self) -> memoryview | None:
+        """Return the data as memory to write into, None where the host does not reach it or it is laid out in the device's own way."""
+        self._check_open("memory")
+        self._check_range("memory", 0, self.nbytes)
+        if not lib.ggml_backend_buffer_is_host((self._p.view_src or self._p).buffer):
+            return None
+        return memoryview(ffi.buffer(self._p.data, self.nbytes))
+
     def memset(self, value: int, offset: int = 0, size: int | None = None) -> None:
         """Fill `size` bytes (the rest by default) with one byte."""
         self._check_open("memset")

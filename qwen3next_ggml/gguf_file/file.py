@@ -6,10 +6,8 @@ tensor is one too few is not known here, and neither is any architecture.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
-import stat
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 from ..errors import GgufError, TensorError
 from ..ggml import GgmlType
 from .header import Cursor, KeyValues, read_header
+from .shard import Shard
 
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
@@ -38,19 +37,6 @@ class TensorInfo:
     offset: int
     nbytes: int
     shard: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One mapped file of the set; the map stays valid as long as anything refers to it."""
-
-    path: Path
-    map: mmap.mmap
-    bytes: np.ndarray  # uint8 view of the whole map, read-only
-
-    @property
-    def address(self) -> int:
-        return self.bytes.__array_interface__["data"][0]
 
 
 def _alignment(where: str, values: dict[str, Any]) -> int:
@@ -125,22 +111,6 @@ def _check_extents(where: str, infos: dict[str, TensorInfo], header_end: int, si
     return notes
 
 
-def _map(path: Path) -> mmap.mmap:
-    try:
-        # a pipe or device would block in open()
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise GgufError(f"{path}: not a regular file")
-        with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise GgufError(f"{path}: not a GGUF file: it is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise GgufError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        # a path with a zero byte in it
-        raise GgufError(f"{str(path)!r}: {error}") from None
-
-
 @dataclass(frozen=True)
 class _Part:
     """What one file of a set says."""
@@ -154,12 +124,12 @@ class _Part:
 
 
 def _read_part(path: Path, index: int) -> _Part:
-    cursor = Cursor(str(path), _map(path))
+    shard = Shard.open(path)
+    cursor = Cursor(str(path), shard.map)
     version, values, n_tensors = read_header(cursor)
     alignment = _alignment(cursor.where, values)
     infos = _read_tensor_infos(cursor, n_tensors, alignment, index)
     notes = _check_extents(cursor.where, infos, cursor.pos, cursor.size, alignment)
-    shard = Shard(path, cursor.buf, np.frombuffer(cursor.buf, np.uint8))
     return _Part(shard, version, alignment, values, infos, notes)
 
 

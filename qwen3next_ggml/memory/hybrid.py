@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import ggml
+from .. import ggml, machine
 from ..batch import UBatch
 from ..errors import BackendError, ContextFull, StateError
 from ..graph.state import GraphState, KvSpec, RecurrentSpec
@@ -237,12 +237,5 @@ class HybridMemory:
 
 def available_memory(device: ggml.Device) -> int:
     """Return the bytes that can still be allocated on `device`; for the CPU what the system says is available."""
-    if device.kind == "cpu":
-        try:
-            with open("/proc/meminfo") as f:
-                for line in f:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass  # not Linux: ggml's own figure is the best there is
-    return device.memory()[0]
+    host = machine.available_memory() if device.kind == "cpu" else None
+    return device.memory()[0] if host is None else host

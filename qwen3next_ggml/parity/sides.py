@@ -18,7 +18,8 @@ from ..gguf_file import GgufFile
 from ..graph.options import GraphOptions
 from ..graph_view import GraphView
 from ..graph_view.records import KERNEL, VIEW
-from ..model import available_cpus, embedded_model, load
+from ..machine import available_cpus
+from ..model import embedded_model, load
 from ..reference import STATES, ReferenceModel, hparams_from_metadata
 from ..session import N_PAD, Session
 from .recording import LAST, TOKENS, Recording, Value, merge, trimmed

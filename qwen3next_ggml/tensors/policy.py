@@ -5,17 +5,15 @@ Knows what was measured of ggml's versions and what a weight is used for; knows 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..errors import OptionError
+from ..machine import total_memory
 from .table import Decl
 
 KINDS = ("dense", "head", "expert")
-# what is copied in a moment; a copy lies in huge pages, which a mapped file has only by luck
-SMALL = 256 << 20
 _HEADS = ("output", "nextn_shared_head_head")
 # K-quants and their like; ggml's tiled kernels for x86 take them, from this version on, and pass by what is repacked
 TILED_SINCE, TILED_ON = (0, 25), ("AVX", "AVX2", "AVX512")
@@ -47,18 +45,21 @@ def kind_of(decl: Decl) -> str | None:
     return "expert" if decl.op == "mul_mat_id" else None
 
 
-def choose_policy(version: str, features: Collection[str], nbytes: int, *, repack: bool | str, mmap: bool | str) -> LoadPolicy:
-    """Return the policy for a file of `nbytes` over this version of ggml and these features of the CPU.
+def choose_policy(
+    version: str, features: Collection[str], nbytes: int, room: int | None, *, repack: bool | str, mmap: bool | str
+) -> LoadPolicy:
+    """Return the policy for a file of `nbytes` over this version of ggml, these features of the CPU and `room` bytes of memory.
 
     repack: True, False, kinds joined by "+" such as "dense+head", or "auto", which goes by what was measured. mmap: True, False,
-    or "auto": files of more than SMALL bytes are mapped. Raises OptionError for anything else.
+    or "auto": mapped unless memory has room for a copy beside the file's own pages. Raises OptionError for anything else.
     """
     if mmap not in (True, False, "auto"):
         raise OptionError(f"mmap is {mmap!r}, expected True, False or 'auto'")
     why, mapped = [], mmap is True
     if mmap == "auto":
-        mapped = nbytes > SMALL
-        why.append("mapped: ready at once, and shared" if mapped else f"copied: below {SMALL >> 20} MiB huge pages are worth the copy")
+        # a copy lies in huge pages, which a mapped file has only by luck
+        mapped = room is None or 2 * nbytes > room
+        why.append("mapped: there is no room for a copy" if mapped else "copied: a step reads huge pages a tenth faster")
     if repack == "auto":
         kinds, reason = _measured(version, features)
         why.append(reason)
@@ -68,7 +69,7 @@ def choose_policy(version: str, features: Collection[str], nbytes: int, *, repac
         kinds = dict.fromkeys(repack.split("+") if isinstance(repack, str) else (), frozenset())
         if not kinds or not kinds.keys() <= set(KINDS):
             raise OptionError(f"repack is {repack!r}, expected True, False, 'auto' or kinds of {'+'.join(KINDS)}")
-    return LoadPolicy(MappingProxyType(kinds), mapped, nbytes <= _memory(), "; ".join(why))
+    return LoadPolicy(MappingProxyType(kinds), mapped, nbytes <= total_memory(), "; ".join(why))
 
 
 def _measured(version: str, features: Collection[str]) -> tuple[dict[str, frozenset[str]], str]:
@@ -83,8 +84,3 @@ def _measured(version: str, features: Collection[str]) -> tuple[dict[str, frozen
         return dict.fromkeys(("dense", "head"), TILED), reason
     reason = "what is cheap to repack is: not the experts, and the head only where it helps single rows"
     return {"dense": frozenset(), "head": TILED}, reason
-
-
-def _memory() -> int:
-    """Return the machine's bytes of memory; a file beyond them is read in small pieces, and kept so."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0

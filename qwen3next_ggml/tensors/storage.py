@@ -38,13 +38,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor to create: its place, and how its bytes are made unless they are mapped."""
+    """One tensor to create: its place, and how its bytes are made where they are not those of the file."""
 
     decl: Decl
     type: GgmlType
     place: Place
     info: TensorInfo
-    read: Callable[[], np.ndarray]
+    make: Callable[[], np.ndarray] | None = None
 
 
 def create(file: GgufFile, weights: Weights, items: list[Item], data: bool, policy: LoadPolicy, n_threads: int) -> None:
@@ -82,11 +82,16 @@ def _map(file: GgufFile, weights: Weights, place: Place, items: list[Item], huge
 
 
 def _fill(file: GgufFile, weights: Weights, items: list[Item], n_threads: int) -> None:
-    """Read tensors and hand their bytes to their buffers, several at once: ggml copies and rewrites without the GIL."""
+    """Read tensors into their buffers or have ggml copy and rewrite them, several at once: neither holds the GIL."""
 
     def fill(item: Item) -> None:
-        weights.by_name[item.decl.name].set(np.ascontiguousarray(item.read()))
-        _forget(file, item.info)
+        tensor, info = weights.by_name[item.decl.name], item.info
+        memory = tensor.memory() if item.make is None else None
+        if memory is not None:
+            file.shards[info.shard].read_into(memory, info.offset)
+        else:
+            tensor.set(file.data(info.name) if item.make is None else np.ascontiguousarray(item.make()))
+            _forget(file, info)
 
     with ThreadPoolExecutor(n_threads) as pool:
         deque(pool.map(fill, items), maxlen=0)

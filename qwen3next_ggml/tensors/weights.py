@@ -17,6 +17,7 @@ from .. import ggml
 from ..errors import OptionError
 from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
+from ..machine import available_memory
 from .policy import LoadPolicy, choose_policy
 from .storage import COPIED, MAPPED, REPACKED, Item, Place, create
 from .table import Checked, Decl, TensorTable
@@ -88,7 +89,8 @@ def load_weights(
     Raises TensorError as `TensorTable.check`, BackendError when a device has no room, OptionError as `choose_policy`.
     """
     nbytes = sum(info.nbytes for info in file.tensors.values())
-    policy = choose_policy(ggml.provider().version, ggml.device("CPU").features, nbytes, repack=repack, mmap=mmap)
+    version, features = ggml.provider().version, ggml.device("CPU").features
+    policy = choose_policy(version, features, nbytes, available_memory(), repack=repack, mmap=mmap)
     checked = table.check(file)
     n_layer = 1 + max((decl.layer for decl in table.decls() if decl.layer is not None), default=0)
     weights = Weights(table, checked, _spread(devices, n_layer))
@@ -127,18 +129,18 @@ class _Planner:
         if decl.resplit:
             self.weights.notes.append(f"{decl.name} split into {' and '.join(part.attribute for part, _ in decl.parts)}")
             return [self.item(part, info, type, lambda rows=rows: self.rows(info, rows())) for part, rows in decl.parts]
-        return [self.item(decl, info, type, lambda: self.file.data(info.name), whole=True)]
+        return [self.item(decl, info, type)]
 
-    def item(self, decl: Decl, info: TensorInfo, type: GgmlType, read: Callable, whole: bool = False) -> Item:
+    def item(self, decl: Decl, info: TensorInfo, type: GgmlType, make: Callable | None = None) -> Item:
         device = self.device(decl)
         buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl, type.name) else None
         if buffer_type:
             place = Place(device, REPACKED, buffer_type)
-        elif whole and self.policy.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
+        elif make is None and self.policy.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
             place = Place(device, MAPPED, shard=info.shard)
         else:
             place = Place(device, COPIED)
-        return Item(decl, type, place, info, read)
+        return Item(decl, type, place, info, make)
 
     def ties(self, table: TensorTable, checked: Checked) -> list[Item]:
         """Plan second copies of tensors that stand in for absent ones on another device."""
@@ -146,7 +148,7 @@ class _Planner:
         for decl in table.layout():
             info = found.get(table.ties.get(decl.name, ""))
             if info and decl.name not in found and self.device(decl) != self.weights.device_of(0):
-                items.append(self.item(decl, info, GgmlType.of(info.type_id), lambda i=info: self.file.data(i.name), True))
+                items.append(self.item(decl, info, GgmlType.of(info.type_id)))
         return items
 
     def device(self, decl: Decl) -> ggml.Device:
