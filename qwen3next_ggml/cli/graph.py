@@ -11,6 +11,8 @@ from ..errors import OptionError
 from .options import CACHE_TYPES, Switch, graph_parameters, layer_parameters, option, path_options, provider_option
 from .output import emit, note, size, write_text
 
+# of a session whose options say nothing about it
+N_CTX = 4096
 FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 
 
@@ -24,6 +26,9 @@ FORMATS = ("text", "csv", "dot", "json", "svg", "html")
 @click.option("--scope", metavar="NAME", help="this part of the model alone, such as attn, delta-net, router or experts")
 @option("--tokens", "n_tokens", type=click.IntRange(min=1), default=1, help="tokens taken at once: 1 is a decode step")
 @option("-d", "--n-depth", type=click.IntRange(min=0), default=0, help="tokens that are in the context before")
+@option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), env="CTX_SIZE",
+        help="tokens the context holds: in a long one few tokens attend group by group; 0: as many as the model was trained on  "
+             f"[default: {N_CTX}, or what --n-depth and --tokens come to]")  # fmt: skip
 @click.option("--format", "format_", type=click.Choice(FORMATS), default="text", show_default=True,
               help="json is what Google's Model Explorer opens; svg is meant for one layer")  # fmt: skip
 @click.option("--stats", is_flag=True, help="count nodes, kernels, barriers, bytes and FLOPs instead, as text or json")
@@ -63,15 +68,27 @@ def command(path, geometry, type_, layer_list, skip, layer, scope, format_, stat
         note(f"wrote {output}, {size(Path(output).stat().st_size)}")
 
 
-def _view(path, geometry, type_, ggml, chosen, *, n_tokens, n_depth, mtp, graph, delta_net, flash_attn, type_k, type_v):
+def _view(path, geometry, type_, ggml, chosen, *, n_tokens, n_depth, n_ctx, mtp, graph, delta_net, flash_attn, type_k, type_v):
     from ..geometry import model_of
     from ..graph.support import resolve_options
     from ..graph_view import outline
     from ..model import load
 
     with model_of(geometry, type=type_, mtp=mtp, ggml=ggml) if geometry else load(path, ggml=ggml, weights=False, **chosen) as model:
-        options = resolve_options(graph, delta_net, flash_attn, model.hparams, model.devices)
+        n_ctx = _context(n_ctx, n_depth + n_tokens, model.hparams)
+        options = resolve_options(graph, delta_net, flash_attn, model.hparams, model.devices, n_ctx=n_ctx)
         return outline(model, options, n_tokens=n_tokens, n_past=n_depth, type_k=type_k, type_v=type_v, mtp=mtp, lines=True)
+
+
+def _context(n_ctx: int | None, taken: int, hp) -> int:
+    """Return how many cells a session of -c has, rounded up as it does; without -c at least those that are `taken`."""
+    from ..memory.kv_cache import N_PAD
+
+    wanted = max(N_CTX, taken) if n_ctx is None else n_ctx or hp.n_ctx_train
+    holds = -(-wanted // N_PAD) * N_PAD
+    if holds < taken:
+        raise OptionError(f"a context of {holds} tokens does not hold the {taken} that --n-depth and --tokens come to")
+    return holds
 
 
 def _part(view, scope: str):

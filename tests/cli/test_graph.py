@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+import qwen3next_ggml as q
 from qwen3next_ggml import ggml
 from qwen3next_ggml.geometry import model_of
 from qwen3next_ggml.gguf_file import GgufFile
@@ -123,6 +124,17 @@ def test_a_part_of_a_layer(qgraph, toys, no_data):
     assert "attn_gated-3" in svg and "ffn_moe_up-3" not in svg
 
 
+@pytest.mark.parametrize("args, n_ctx", [((), 4096), (("-c", 7936), 7936), (("-c", 8000), 8000), (("-c", 0), 0), (("-d", 8192), 8193)], ids=str)
+def test_the_listing_is_what_a_session_of_that_context_runs(qgraph, toys, args, n_ctx):
+    """A long context is attended to by groups of heads, a short one by the fused op; 0 is what the model was trained on, a short one here."""
+    listed = list(csv.DictReader(io.StringIO(output(qgraph("graph", toys.t0, *args, "--format", "csv")))))
+    with q.load(toys.t0, n_threads=1) as model, model.session(n_ctx=n_ctx) as s:
+        run = s.graph(1)
+        long = s.n_ctx >= 8192
+    assert [(row["op"], row["name"]) for row in listed] == [(node.op, node.name) for node in run.nodes]
+    assert ("FLASH_ATTN_EXT" in {row["op"] for row in listed}) is not long
+
+
 def test_what_cannot_be_shown(qgraph, toys):
     for args, code, words in (
         (("--layer", 4), 1, "error: layer 4 has no nodes in this graph, which has layers 0 to 3\n"),
@@ -131,6 +143,7 @@ def test_what_cannot_be_shown(qgraph, toys):
         (("--mtp",), 1, "error: this model has no NextN block\n"),
         (("--geometry", "tiny"), 2, "a model and --geometry were given"),
         (("--stats", "--format", "svg"), 2, "--stats is written as text or json, not as svg"),
+        (("-c", 256, "-d", 256), 1, "error: a context of 256 tokens does not hold the 257 that --n-depth and --tokens come to\n"),
         (("--tokens", 0), 2, "Invalid value for '--tokens'"),
     ):
         result = qgraph("graph", toys.t0, *args)
