@@ -88,11 +88,12 @@ def _run(path: str | None, prompt, options: dict):
 def _compare(
     run, ref: str, ref_ggml: str | None, tolerance: float, save: str | None, script: Path | None, picture: Path | None
 ) -> tuple[bool, object]:
-    from ..parity import Recording, compare, cut_like, plot, record_apart, reference_of
+    from ..parity import Recording, compare, cut_like, look_apart, plot, record_apart, reference_of
 
     wanted = reference_of(ref, run, ggml=ref_ggml)
     run = cut_like(run, wanted)
     try:
+        look_apart(wanted, run)
         reference = wanted if isinstance(wanted, Recording) else record_apart(wanted)
     except BackendError as error:
         # a device is what is left when a name is nothing else

@@ -4,7 +4,7 @@ Also the op behind a difference as a script of its own, and every op of our grap
 terminals or options.
 """
 
-from .apart import record_apart
+from .apart import look_apart, record_apart
 from .compare import Comparison, Joined, compare, nmse
 from .one_op import OneOp
 from .pairs import cut_like, providers, reference_of, sweep
@@ -25,6 +25,7 @@ __all__ = [
     "Value",
     "compare",
     "cut_like",
+    "look_apart",
     "nmse",
     "plot",
     "providers",

@@ -16,27 +16,41 @@ from typing import TypeVar
 from ..errors import BackendError
 from .one_op import OneOp
 from .recording import Recording
-from .sides import Run
+from .sides import SESSION, Run
 
 # the exit status of a worker that says why on the last line of stderr
 REFUSED = 3
+LOOK, RECORD, EXTRACT = "look", "record", "extract"
 Result = TypeVar("Result")
+
+
+def look_apart(*sides: Run | Recording) -> None:
+    """Open every libggml that sessions among `sides` name, each in a child process, and look up their devices; nothing is computed.
+
+    Raises BackendError for one that is not there, with what the child said.
+    """
+    devices: dict[str | None, list[str]] = {}
+    for side in sides:
+        if isinstance(side, Run) and side.kind == SESSION:
+            devices.setdefault(side.ggml, []).append(side.device)
+    for library, names in devices.items():
+        _apart(Run(tokens=(), ggml=library, device=",".join(dict.fromkeys(names))), LOOK, (), lambda out: None)
 
 
 def record_apart(run: Run) -> Recording:
     """Run one side in a child process → its recording. Raises BackendError with what the child said when it failed."""
-    return _apart(run, (), Recording.load)
+    return _apart(run, RECORD, (), Recording.load)
 
 
 def extract_apart(run: Run, name: str, occurrence: int, ubatch: int) -> OneOp:
     """Call `extract` in a child process → the op. Raises BackendError with what the child said when it failed."""
-    return _apart(run, (name, occurrence, ubatch), OneOp.load)
+    return _apart(run, EXTRACT, (name, occurrence, ubatch), OneOp.load)
 
 
-def _apart(run: Run, node: Sequence, load: Callable[[Path], Result]) -> Result:
+def _apart(run: Run, task: str, node: Sequence, load: Callable[[Path], Result]) -> Result:
     with tempfile.TemporaryDirectory(prefix="qgraph-parity-") as folder:
         job, out = Path(folder, "run.json"), Path(folder, "out.safetensors")
-        job.write_text(json.dumps({"run": asdict(run), "node": node}), encoding="utf-8")
+        job.write_text(json.dumps({"task": task, "run": asdict(run), "node": node}), encoding="utf-8")
         # llama.cpp rotates quantised caches, we do not
         env = {**os.environ, "LLAMA_ATTN_ROT_DISABLE": "1"}
         command = [sys.executable, "-m", f"{__package__}.worker", str(job), str(out)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 from ..ggml.provider import DEFAULT, PACKAGES
-from .apart import record_apart
+from .apart import look_apart, record_apart
 from .compare import Comparison, compare
 from .recording import Recording
 from .sides import FLOAT64, LLAMA, Run
@@ -74,7 +74,11 @@ def providers(first: str | None = None) -> tuple[str, ...]:
 def sweep(
     run: Run, ref: str, axes: Sequence[str] = AXES[:-1], *, tolerance: float, ggml: str | None = None
 ) -> Iterator[tuple[Run, Comparison]]:
-    """Compare every variant of `run` with its reference, each in a process of its own; yields them as they are done."""
+    """Compare every variant of `run` with its reference, each in a process of its own; yields them as they are done.
+
+    That every device is there is seen before the first. Raises what `look_apart` and `record_apart` raise.
+    """
+    look_apart(reference_of(ref, run, ggml=ggml), *variants(run, axes))
     wanted, reference = None, None
     for variant in variants(run, axes):
         now = reference_of(ref, variant, ggml=ggml) if wanted is None or isinstance(wanted, Run) else wanted

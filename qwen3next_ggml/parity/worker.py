@@ -6,22 +6,35 @@ import json
 import sys
 from pathlib import Path
 
+from .. import ggml
 from ..errors import QGraphError
-from .apart import REFUSED
+from .apart import EXTRACT, LOOK, REFUSED
 from .extract import extract
 from .sides import Run, record
 
 
 def main(job: str, out: str) -> int:
-    """Record the run in `job`, or take the op behind one of its nodes, to `out` → the exit status; a refusal is one line on stderr."""
+    """Do the task of `job` → the exit status; a refusal is one line on stderr.
+
+    To `out` goes the recording of a run, or the op behind one of its nodes; of one whose devices are looked up, nothing.
+    """
     given = json.loads(Path(job).read_text(encoding="utf-8"))
     run = Run(**{name: tuple(x) if isinstance(x, list) else x for name, x in given["run"].items()})
     try:
-        (extract(run, *given["node"]) if given["node"] else record(run)).save(out)
+        if given["task"] == LOOK:
+            _look(run)
+        else:
+            (extract(run, *given["node"]) if given["task"] == EXTRACT else record(run)).save(out)
     except QGraphError as error:
         print(error, file=sys.stderr)
         return REFUSED
     return 0
+
+
+def _look(run: Run) -> None:
+    ggml.provider(run.ggml)
+    for name in run.device.split(","):
+        ggml.device(name)
 
 
 if __name__ == "__main__":

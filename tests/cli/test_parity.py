@@ -205,6 +205,22 @@ def test_what_is_not_there_is_one_line(qgraph, toys, args, said):
     assert result.exit_code == 1 and result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1 and result.stdout == ""
 
 
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "graph")], ids=["once", "sweep"])
+@pytest.mark.parametrize("args, said", [
+    (("--ref", "float64", "--device", "CUDA7"), "no device CUDA7; "), (("--ref", "float64", "--ggml", "gmml"), "no ggml provider gmml: "),
+    (("--ref", "CUDA7"), "no device CUDA7; "), (("--ref", "CPU", "--ref-ggml", "gmml"), "no ggml provider gmml: "),
+    (("--ref", "llama.cpp", "--device", "CPU,CUDA7"), "no device CUDA7; "),
+])  # fmt: skip
+def test_both_sides_are_looked_up_before_one_is_computed(qgraph, toys, monkeypatch, args, said, sweep):
+    def refuse(run):
+        raise AssertionError(f"{run.kind} on {run.device} was computed")
+
+    monkeypatch.setattr(parity, "record_apart", refuse)
+    monkeypatch.setattr(pairs, "record_apart", refuse)
+    result = qgraph("parity", toys.t0, *PROMPT, *args, *sweep)
+    assert (result.exit_code, result.stdout) == (1, "") and result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+
+
 def test_llama_cpp_is_optional(qgraph, toys, monkeypatch):
     """A reader without llama-cpp-python is told what to install."""
     import sys
