@@ -15,6 +15,12 @@ static long long now_ms(void) {
     return now.tv_sec * 1000ll + now.tv_nsec / 1000000;
 }
 
+static long long now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
 static int stop_all; // the interpreter is ending
 
 static void q_stop_all(void) {
@@ -144,11 +150,13 @@ static int q_run(struct q_step * s) {
     n_running++;
     PyThreadState * python = PyEval_SaveThread();
     fill(s);
+    const long long start = now_ns();
     const int status = run(s);
     if (status == 0) {
         fetch(s, true);
     }
     wait_for(s);
+    s->compute_ns = now_ns() - start;
     if (status == 0) {
         fetch(s, false);
     }

@@ -97,7 +97,7 @@ class Drafter:
         built = self.graphs.get(GraphKey(Sizes(n_tokens, 1, n_outputs, n_kv, None), self.options, mtp=True))
         shapes = [(n_outputs, self.hparams.n_vocab), (n_outputs, self.hparams.n_embd)] if n_outputs else []
         outs = [np.empty(shape, np.float32) for shape in shapes]
-        self.graphs.executor.run(built, values, outs)
+        self.graphs.executor.run(built, built.arrange(values), outs)
         kv.fed[cells] = True
         held.fed = min(first + n_tokens, len(held.tokens))
         return outs

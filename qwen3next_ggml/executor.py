@@ -17,8 +17,8 @@ class Built:
 
     `inputs` are the inputs the graph reads; `logits` [n_vocab, n_outputs] is None where no row is wanted, `hidden`
     [n_embd, …] where nobody asked for it; `top` are ids and logits of the largest where those are handed out instead;
-    `kept` holds captured nodes by (name, occurrence); `device_of` says which device a node belongs to where there are
-    several.
+    `kept` holds captured nodes by (name, occurrence), `direct` the shapes of those that come out with the outputs, `fetched` these
+    values of the last run; `device_of` says which device a node belongs to where there are several.
     """
 
     ctx: ggml.Context
@@ -31,10 +31,21 @@ class Built:
     device_of: Mapping[ggml.Tensor, ggml.Device] = field(default_factory=dict)
     top: tuple[ggml.Tensor, ...] = ()
     step: ggml.Step | None = None
+    direct: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    fetched: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict)
 
     @property
     def outputs(self) -> list[ggml.Tensor]:
         return list(self.top) or [x for x in (self.logits, self.hidden) if x is not None]
+
+    def arrange(self, values: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        """Return the values of the inputs the graph reads, in their order."""
+        return tuple([values[name] for name in self.inputs])
+
+    def read_kept(self) -> dict[tuple[str, int], np.ndarray]:
+        """Copy out what the last run left in the captured nodes, full ggml shapes reversed."""
+        rest = {at: pair for at, pair in self.kept.items() if at not in self.fetched}
+        return {**self.fetched, **{at: value.get().reshape(node.ne[::-1]) for at, (node, value) in rest.items()}}
 
     def close(self) -> None:
         """Free the graph's tensor structs."""
@@ -58,15 +69,23 @@ class OneDevice:
         """Give `built` its memory; True means the buffer moved and every graph placed before is void."""
         grew = self._allocator.alloc(built.graph)
         built.inputs = {name: x for name, x in built.inputs.items() if x.data}
+        plain = {at: node for at, (node, x) in built.kept.items() if x.type.name == "f32" and x.is_contiguous}
+        built.direct = {at: node.ne[::-1] for at, node in plain.items()}
         built.step = self._step(built)
         return grew
 
-    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
-        """Fill the inputs from `values`, compute, and fetch the outputs into `outs`, arrays with the axes reversed."""
-        built.step.run([values[name] for name in built.inputs], list(outs))
+    def run(self, built: Built, arrays: tuple[np.ndarray, ...], outs: Sequence[np.ndarray]) -> None:
+        """Fill the inputs from `arrays`, in their order, compute, and fetch the outputs into `outs`, arrays with the axes reversed."""
+        if not built.direct:
+            built.step.run(arrays, outs)
+            return
+        fetched = {at: np.empty(shape, np.float32) for at, shape in built.direct.items()}
+        built.step.run(arrays, [*outs, *fetched.values()])
+        built.fetched = fetched
 
     def _step(self, built: Built) -> ggml.Step:
-        return ggml.Step(self.backend, built.graph, list(built.inputs.values()), built.outputs)
+        values = [built.kept[at][1] for at in built.direct]
+        return ggml.Step(self.backend, built.graph, list(built.inputs.values()), built.outputs + values)
 
     @property
     def nbytes(self) -> int:
@@ -83,12 +102,12 @@ class OneDeviceRenewed(OneDevice):
 
     _ran: tuple[Built | None, int] = None, 0
 
-    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
+    def run(self, built: Built, arrays: tuple[np.ndarray, ...], outs: Sequence[np.ndarray]) -> None:
         """Do as OneDevice does."""
         if self._ran != (built, self.backend.n_starts):
             self.backend.renew()
             built.step, self._ran = self._step(built), (built, self.backend.n_starts)
-        super().run(built, values, outs)
+        super().run(built, arrays, outs)
 
 
 class ManyDevices:
@@ -116,17 +135,17 @@ class ManyDevices:
         """Nothing is kept placed between runs: the scheduler splits and places a graph each time."""
         return False
 
-    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
-        """Split, place, fill the inputs from `values`, compute, and fetch the outputs into `outs`, axes reversed."""
+    def run(self, built: Built, arrays: tuple[np.ndarray, ...], outs: Sequence[np.ndarray]) -> None:
+        """Split, place, fill the inputs from `arrays`, compute, and fetch the outputs into `outs`, axes reversed."""
         if self._renewed and built is not self._ran:
             self._renew()
             self._ran = built
         self._scheduler.reset()
         self._pin(built)
         self._scheduler.alloc(built.graph)
-        for name, x in built.inputs.items():
+        for x, array in zip(built.inputs.values(), arrays, strict=True):
             if x.data:
-                x.set(values[name])
+                x.set(array)
         self._scheduler.compute(built.graph)
         for x, out in zip(built.outputs, outs, strict=True):
             out[:] = x.get().reshape(out.shape)

@@ -34,11 +34,14 @@ class Capture(Mapping):
         self.patterns = patterns
         self.axes = axes
         self._parts: dict[tuple[str, int], list[np.ndarray]] = {}
+        self._wanted: dict[tuple[str, int], bool] = {}
 
     def add(self, values: Mapping[tuple[str, int], np.ndarray]) -> None:
         """Note the values of one graph run, full ggml shapes reversed."""
         for at, value in values.items():
-            if any(matches(p, *at) for p in self.patterns):
+            if at not in self._wanted:
+                self._wanted[at] = any(matches(p, *at) for p in self.patterns)
+            if self._wanted[at]:
                 if self.axes.get(at) is None:
                     self._parts[at] = [value]
                 else:
@@ -67,12 +70,16 @@ class Capture(Mapping):
 
 
 class Probes:
-    """The captures and patches in force in one session; `graphs` builds, `base` is the key of an everyday graph."""
+    """The captures and patches in force in one session; `graphs` builds, `base` is the key of an everyday graph.
+
+    `n_changes` counts their coming and going.
+    """
 
     def __init__(self, graphs: GraphCache, base: GraphKey):
         self.graphs = graphs
         self.base = base
         self.captures: list[Capture] = []
+        self.n_changes = 0
         self._patches: list[Patch] = []
         self._off: list[str] = []
         self._served: dict[GraphKey, GraphKey] = {}
@@ -90,6 +97,11 @@ class Probes:
             captures = {_glob(p) for c in self.captures for p in c.patterns} | set(key.captures)
             self._served[key] = replace(_without(key, self._off), patches=tuple(self._patches), captures=tuple(sorted(captures)))
         return self._served[key]
+
+    def note(self, values: Mapping[tuple[str, int], np.ndarray]) -> None:
+        """Hand the values of one graph run to the captures."""
+        for capture in self.captures:
+            capture.add(values)
 
     @contextmanager
     def capture(self, patterns: tuple[str, ...]) -> Iterator[Capture]:
@@ -110,7 +122,7 @@ class Probes:
     def _in_force(self, kind: list, new: object, off: tuple[str, ...]) -> Iterator[None]:
         kind.append(new)
         self._off += off
-        self._served.clear()
+        self._changed()
         try:
             yield
         finally:
@@ -118,8 +130,12 @@ class Probes:
             kind[:] = [x for x in kind if x is not new]
             for name in off:
                 self._off.remove(name)
-            self._served.clear()
+            self._changed()
             self.graphs.drop(lambda key: bool(key.captures or key.patches))
+
+    def _changed(self) -> None:
+        self.n_changes += 1
+        self._served.clear()
 
     def _shapes(self, key: GraphKey) -> Shapes:
         """Return the shape of everything that has a name in the graph of `key`."""

@@ -158,16 +158,16 @@ class _Watch:
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
 
-    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
+    def run(self, built: Built, arrays: tuple[np.ndarray, ...], outs: Sequence[np.ndarray]) -> None:
         """Run `built` as its executor does, or node by node."""
         if not self.apart:
             start = perf_counter()
-            self.inner.run(built, values, outs)
+            self.inner.run(built, arrays, outs)
             self.seconds = perf_counter() - start
             return
         nodes = [node for node in built.graph.nodes if node.op not in VIEW_OPS]
-        for name, x in built.inputs.items():
-            x.set(values[name])
+        for x, array in zip(built.inputs.values(), arrays, strict=True):
+            x.set(array)
         self.spans = self._spans(nodes)
         self.seconds = sum(self.spans)
         for x, out in zip(built.outputs, outs, strict=True):

@@ -81,9 +81,8 @@ class Session:
         self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads,
                                  state_devices=state_devices)  # fmt: skip
         self.graphs.before_use = self.history.settle
-        everyday = GraphKey(Sizes(1, 1, 1, N_PAD, None if n_rollback else 0, hidden=mtp), self.options)
-        self.probes = Probes(self.graphs, everyday)
-        self.one_token = OneToken(self.graphs, self.memory, self.history, everyday)
+        self.probes = Probes(self.graphs, GraphKey(Sizes(1, 1, 1, N_PAD, None if n_rollback else 0, hidden=mtp), self.options))
+        self.one_token = OneToken(self.graphs, self.memory, self.history, self.probes)
         self.drafter = Drafter(model, self.graphs, self.memory, self.history, self.options) if mtp else None
 
     # decoding
@@ -166,10 +165,9 @@ class Session:
         return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}, captured
 
     def _is_ordinary(self, token: int, seq: int) -> bool:
-        """Say whether a token can take the short way: nobody looks, no draft follows and no checkpoint is due after it."""
+        """Say whether a token can take the short way: no draft follows and no checkpoint is due after it."""
         return (
-            type(token) is int and 0 <= token < self.hparams.n_vocab and self.one_token.is_ordinary(seq)
-            and self.probes.quiet and self.drafter is None
+            type(token) is int and 0 <= token < self.hparams.n_vocab and self.one_token.is_ordinary(seq) and self.drafter is None
             and not (self.checkpoint_every and (self.memory.n_past[seq] + 1) % self.checkpoint_every == 0)
         )  # fmt: skip
 
@@ -204,17 +202,16 @@ class Session:
         out = None if built.logits is None else np.empty((len(ubatch.out_rows), self.hparams.n_vocab), np.float32)
         hidden = None if built.hidden is None else np.empty((ubatch.n_tokens, self.hparams.n_embd), np.float32)
         try:
-            self.graphs.executor.run(built, values, [x for x in (out, hidden) if x is not None])
+            self.graphs.executor.run(built, built.arrange(values), [x for x in (out, hidden) if x is not None])
         except BaseException:
             self.memory.apply(ubatch, plan, failed=ubatch.seqs)
             raise
-        kept = {at: (node.op, node.ne, value.get()) for at, (node, value) in built.kept.items()}
-        for capture in self.probes.captures:
-            capture.add({at: value.reshape(ne[::-1]) for at, (_, ne, value) in kept.items()})
+        kept = built.read_kept()
+        self.probes.note(kept)
         self._finish(ubatch, plan, marks, out, hidden)
         if self.drafter:
             self.drafter.follow(ubatch.seqs)
-        return out, kept
+        return out, {at: (node.op, node.ne, kept[at]) for at, (node, _) in built.kept.items()} if captures else {}
 
     def _finish(
         self, ubatch: UBatch, plan: Plan, marks: Sequence[int], out: np.ndarray | None, hidden: np.ndarray | None

@@ -82,7 +82,7 @@ def test_after_going_about(model, monkeypatch):
     taken = short_ways(monkeypatch)
     short, long = both_ways(model)
     assert all(map(np.array_equal, short, long))
-    # two sequences, the holes one leaves among the cells, and whoever looks on take the general way
+    # two sequences, and the holes one leaves among the cells, take the general way
     assert len(taken) == 6 + 3 + 1
 
 
@@ -121,11 +121,40 @@ def test_steps_build_and_make_nothing(model):
     with model.session(n_ctx=512) as s:
         s.decode(TEXT[:3])
         s.decode([5])
-        arrays, n_builds = {name: id(x) for name, x in s.one_token._values.items()}, s.n_builds
+        arrays, n_builds = s.one_token._arrays, s.n_builds
         for token in TEXT[:200]:
             s.decode([token])
         assert s.n_builds == n_builds
-        assert arrays == {name: id(x) for name, x in s.one_token._values.items()}
+        assert s.one_token._arrays is arrays
+
+
+def look_and_change(s, step):
+    """Decode with captures and patches that come and go, one-token steps by `step` → logits of each, what was captured."""
+    out, seen = [s.decode(TEXT[:9])], {}
+    out += [step(s, TEXT[9], 0)]
+    with s.capture("l_out-1", "attn_norm-*") as t:
+        out += [step(s, token, 0) for token in TEXT[10:14]]
+        with s.patch("l_out-0", lambda g, x: g.scale(x, 0.5)):
+            out += [step(s, token, 0) for token in TEXT[14:17]]
+        out += [step(s, TEXT[17], 0)]
+        seen |= t
+    out += [step(s, token, 0) for token in TEXT[18:21]]
+    with s.capture("Kcur-3#0") as t:
+        out += [step(s, TEXT[21], 0)]
+        seen |= t
+    return [*out, s.prompt(TEXT[:22])], seen
+
+
+@pytest.mark.parametrize("n_rollback", [0, 2])
+def test_who_looks_or_changes_takes_the_short_way_too(model, n_rollback, monkeypatch):
+    taken = short_ways(monkeypatch)
+    with model.session(n_ctx=256, n_rollback=n_rollback) as a, model.session(n_ctx=256, n_rollback=n_rollback) as b:
+        short, seen = look_and_change(a, lambda s, token, seq: s.decode([token], seq=seq))
+        assert len(taken) == 13
+        long, wanted = look_and_change(b, general)
+    assert all(map(np.array_equal, short, long)) and not np.array_equal(short[7], short[5])
+    assert seen.keys() == wanted.keys() == {"l_out-1", "attn_norm-0", "attn_norm-1", "attn_norm-2", "attn_norm-3", "Kcur-3"}
+    assert all(np.array_equal(seen[name], wanted[name]) for name in seen) and len(seen["l_out-1"]) == 8
 
 
 @pytest.mark.parametrize("ring", [0, 2])

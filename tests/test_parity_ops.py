@@ -11,9 +11,9 @@ from qwen3next_ggml.errors import BackendError, GraphError
 from qwen3next_ggml.graph.own import Graph
 from qwen3next_ggml.graph_view.records import VIEW
 from qwen3next_ggml.parity import ops as op_checks
-from qwen3next_ggml.parity.op_case import Case
+from qwen3next_ggml.parity.op_case import HALF_SUM_LIMIT, Case
 from qwen3next_ggml.parity.op_cases import cases
-from qwen3next_ggml.parity.ops import LACKING, MISS, OK, check, check_ops
+from qwen3next_ggml.parity.ops import HALF, LACKING, MISS, OK, check, check_ops
 
 CASES = list(cases())
 
@@ -90,6 +90,23 @@ def test_a_kernel_that_is_off_is_a_miss(monkeypatch, method):
     monkeypatch.setattr(Graph, method, FAULTS[method](getattr(ggml.Ops, method)))
     found = check(case, "CPU")
     assert found.verdict == MISS and found.nmse > found.limit
+
+
+@pytest.mark.parametrize("kind, verdicts", [("cpu", (MISS, MISS)), ("gpu", (HALF, MISS))])
+def test_sums_in_float16_are_told_apart(monkeypatch, kind, verdicts):
+    """A GPU may keep sums of float16 products in float16: not a miss, and not taken for right either."""
+    case, compute = one("mul_mat_id", "f16, 512 experts, top 10, 9 "), Graph.compute
+    assert case.limit < HALF_SUM_LIMIT == case.half_limit
+    assert check(case, "CPU").verdict == OK
+    monkeypatch.setattr(ggml.Device, "kind", kind)
+    assert check(case, "CPU").verdict == OK
+    found = []
+    for off in (HALF_SUM_LIMIT / 2, HALF_SUM_LIMIT * 2):
+        monkeypatch.setattr(Graph, "compute", lambda self, *outputs, off=off: compute(self, *outputs) * (1 + off**0.5))
+        found.append(check(case, "CPU"))
+    assert tuple(result.verdict for result in found) == verdicts
+    assert (found[0].why == "above 1e-06, as sums in float16 are") is (kind == "gpu")
+    assert check(one("get_rows", "of f16"), "CPU").verdict == MISS, "what only copies adds nothing up"
 
 
 def test_what_a_device_lacks_is_said(monkeypatch):

@@ -47,7 +47,7 @@ def test_nodes_go_where_the_state_is_that_they_touch(toys, monkeypatch):
     """Every node that reads or writes a state, and no other, is the state device's; a view goes with what it looks at."""
     with q.load(toys.t0, device=["CPU", "CPU"], n_threads=1) as model, model.session(n_ctx=256) as s:
         monkeypatch.setattr(s.graphs, "state_devices", ["state"] * model.hparams.n_layer)
-        built = s.graphs.build(s.one_token.base)
+        built = s.graphs.build(s.probes.base)
         there = []
         for node, device in built.device_of.items():
             if node.view_src in built.device_of:

@@ -52,6 +52,7 @@ struct q_step {
     struct q_copy *      outputs;
     int                  n_inputs;
     int                  n_outputs;
+    long long            compute_ns;
 };
 extern "Python" int q_let_python_run(void);
 bool   q_install_stop(ggml_backend * backend, struct q_stop * stop);

@@ -137,12 +137,12 @@ def _sweep(run, ref: str, ref_ggml: str | None, tolerance: float, axes: tuple[st
 
 
 def _ops(ggml: str | None, device: str) -> tuple[bool, object]:
-    from ..parity.ops import MISS, check_ops
+    from ..parity.ops import HALF, MISS, check_ops
 
     rows = []
     for row in check_ops(device, ggml_name=ggml):
         emit(f"{row.op:16}  {row.shape:58}  {row.nmse:8.1e}  {row.verdict}{row.why and f': {row.why}'}\n")
         rows.append({**vars(row), "nmse": number(row.nmse)})
-    n_bad = sum(row["verdict"] == MISS for row in rows)
-    emit(f"{len(rows)} cases, {n_bad} missed\n")
+    n_bad, n_half = (sum(row["verdict"] == verdict for row in rows) for verdict in (MISS, HALF))
+    emit(f"{len(rows)} cases, {n_bad} missed" + (f", {n_half} summed in float16" if n_half else "") + "\n")
     return not n_bad, rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,24 +32,27 @@ class Step:
                 "inputs": self._parts[0], "outputs": self._parts[1], "n_inputs": len(self.inputs), "n_outputs": len(self.outputs),
             },
         )  # fmt: skip
-        self._last: list[np.ndarray] | None = None  # the arrays the native step points at
+        self._last: tuple[np.ndarray, ...] | None = None  # the arrays the native step points at
 
-    def run(self, arrays: list[np.ndarray], outs: list[np.ndarray]) -> None:
+    def run(self, arrays: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
         """Copy `arrays` into the inputs, compute, copy the outputs into `outs`, which are written in place.
 
-        Raises TensorError when an array does not have its tensor's bytes, GraphError for an index out of range, else what Backend.compute raises.
+        The same tuple of arrays as the last time is not looked at again. Raises TensorError when an array does not have its
+        tensor's bytes, GraphError for an index out of range, else what Backend.compute raises.
         """
-        if self._last is None or len(arrays) != len(self._last) or not all(map(is_, arrays, self._last)):
+        if arrays is not self._last:
             self._last = None
-            self._point(self._parts[0], self.inputs, arrays)
-            self._last = list(arrays)
-        self._point(self._parts[1], self.outputs, outs)
-        for out in outs:
-            if not out.flags.writeable:
-                raise TensorError("step: an output array is read-only")
+            _point(self._parts[0], self.inputs, arrays, writable=False)
+            self._last = tuple(arrays)
+        _point(self._parts[1], self.outputs, outs, writable=True)
         if self._epoch != lib.q_epoch():
             self._check()
         run(self._native, self._runner.name)
+
+    @property
+    def compute_ns(self) -> int:
+        """Nanoseconds the last run computed, without what it copied in and out."""
+        return self._native.compute_ns
 
     def _check(self) -> None:
         """Look at everything the native call trusts; needed again only when something was closed or moved since."""
@@ -67,10 +70,15 @@ class Step:
             copy.tensor, copy.size, copy.queued = tensor._p, tensor.nbytes, self._runner.owns(tensor)
         return copies
 
-    def _point(self, copies: object, tensors: list[Tensor], arrays: list[np.ndarray]) -> None:
-        if len(arrays) != len(tensors):
-            raise TensorError(f"step: {len(arrays)} arrays for {len(tensors)} tensors")
-        for copy, tensor, array in zip(copies, tensors, arrays, strict=False):
-            if array.nbytes != copy.size or not array.flags.c_contiguous:
-                raise TensorError(f"step: array of {array.dtype} {array.shape} for {tensor!r} of {copy.size} bytes")
-            copy.array = ffi.from_buffer(array)
+
+def _point(copies: object, tensors: list[Tensor], arrays: Sequence[np.ndarray], *, writable: bool) -> None:
+    if len(arrays) != len(tensors):
+        raise TensorError(f"step: {len(arrays)} arrays for {len(tensors)} tensors")
+    for copy, tensor, array in zip(copies, tensors, arrays, strict=False):
+        if array.nbytes != copy.size:
+            raise TensorError(f"step: array of {array.dtype} {array.shape} for {tensor!r} of {copy.size} bytes")
+        try:
+            copy.array = ffi.from_buffer(array, require_writable=writable)
+        except (BufferError, ValueError) as error:
+            # not in one piece, or read-only
+            raise TensorError(f"step: array of {array.dtype} {array.shape} for {tensor!r}: {error}") from None

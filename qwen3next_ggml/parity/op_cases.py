@@ -16,10 +16,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ..ggml import ops
 from ..reference import kit
 from .float64 import Float64
-from .op_case import ATTENTION_LIMIT, F32_LIMIT, HALF_LIMIT, QUANTISED_LIMIT, Case, against, f32, rng_of, stored
+from .op_case import ATTENTION_LIMIT, F32_LIMIT, HALF_LIMIT, HALF_SUM_LIMIT, QUANTISED_LIMIT, Case, against, f32, rng_of, stored
 from .small_op_cases import small_cases
 
-KINDS = (("f32", F32_LIMIT), ("f16", HALF_LIMIT), ("q8_0", QUANTISED_LIMIT), ("q4_k", QUANTISED_LIMIT), ("q6_k", QUANTISED_LIMIT))
+HALF = (HALF_LIMIT, HALF_SUM_LIMIT)
+# types of weights, with the limits of a product
+KINDS = (("f32", (F32_LIMIT,)), ("f16", HALF), *((kind, (QUANTISED_LIMIT,)) for kind in ("q8_0", "q4_k", "q6_k")))
 ROPE = SimpleNamespace(freq_base=1e7, freq_scale=1.0, n_ctx_orig=262144, ext_factor=0.0, attn_factor=1.0, beta_fast=32.0, beta_slow=1.0)
 YARN = SimpleNamespace(**{**vars(ROPE), "freq_scale": 0.25, "ext_factor": 1.0})
 
@@ -103,8 +105,8 @@ def _solve(g, n, m, *, transposed=False):
 
 
 def _experts() -> Iterator[Case]:
-    for (kind, limit), T in product(KINDS, (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33, 519, 2048, 8192)):
-        yield Case("mul_mat_id", f"{kind}, 512 experts, top 10, {T} tokens", lambda g, kind=kind, T=T: _expert(g, kind, T), limit)
+    for (kind, limits), T in product(KINDS, (1, 2, 3, 4, 5, 6, 7, 8, 9, 31, 32, 33, 519, 2048, 8192)):
+        yield Case("mul_mat_id", f"{kind}, 512 experts, top 10, {T} tokens", lambda g, kind=kind, T=T: _expert(g, kind, T), *limits)
     for n_expert, n_used in ((1, 1), (4, 4)):
         yield Case("mul_mat_id", f"f32, {n_expert} experts, top {n_used}, 33 tokens",
                    lambda g, n=n_expert, u=n_used: _expert(g, "f32", 33, n, u))  # fmt: skip
@@ -129,8 +131,8 @@ def _bank(kind, n_expert, n_in=256, n_out=4):
 
 
 def _matrices() -> Iterator[Case]:
-    for (kind, limit), T in product(KINDS[:-1], (1, 7, 65)):
-        yield Case("mul_mat", f"{kind} [256, 33], {T} tokens", lambda g, kind=kind, T=T: _matrix(g, kind, T), limit)
+    for (kind, limits), T in product(KINDS[:-1], (1, 7, 65)):
+        yield Case("mul_mat", f"{kind} [256, 33], {T} tokens", lambda g, kind=kind, T=T: _matrix(g, kind, T), *limits)
 
 
 def _matrix(g, kind, T):
@@ -161,7 +163,7 @@ def _attentions() -> Iterator[Case]:
     for D, T, n_kv, kind in product((64, 128, 256), (1, 3, 65), (256, 512), ("f16", "f32", "q8_0")):
         if kind == "f16" or (T, n_kv) == (3, 256):
             yield Case("flash_attn_ext", f"D {D}, 8 over 2 heads, {T} tokens, {n_kv} cells of {kind}",
-                       lambda g, at=(D, T, n_kv, kind): _attention(g, *at), HALF_LIMIT if kind == "f32" else ATTENTION_LIMIT)  # fmt: skip
+                       lambda g, at=(D, T, n_kv, kind): _attention(g, *at), *(HALF if kind == "f32" else (ATTENTION_LIMIT,)))  # fmt: skip
 
 
 def _attention(g, D, T, n_kv, kind):
