@@ -69,6 +69,21 @@ def test_a_difference(qgraph, toys, here, tiled_heads):
     assert [list(x) for x in first["inputs"]] == [["name", "ne"]] and first["inputs"][0]["ne"][0] == 32
 
 
+def test_a_quantised_weight_behind_a_difference_is_named(qgraph, bard, toys, here):
+    """Its kernel rounds, which is no bug; a product of others, or an op that multiplies nothing, has no such excuse."""
+    result = qgraph("parity", bard, *PROMPT, "--ref", "float64", "--graph", "plain", "--tolerance", "1e-5", "--json")
+    first = document(result)["first"]
+    assert result.exit_code == 1 and (first["name"], first["kernel"]) == ("linear_attn_qkv_mixed-0", "MUL_MAT")
+    assert first["quantised"] == {"name": "blk.0.attn_qkv.weight", "type": "q8_0"}
+    [line] = [line for line in result.stdout.splitlines() if "8 bits" in line]
+    assert line.startswith("  blk.0.attn_qkv.weight is q8_0: kernels may round ") and line.endswith("--ref float64 does not")
+    exact = qgraph("parity", bard, *PROMPT, "--ref", "float64", "--graph", "plain", "--tolerance", "1e-16", "--json")
+    assert document(exact)["first"]["kernel"] == "RMS_NORM" and document(exact)["first"]["quantised"] is None
+    whole = qgraph("parity", toys.t0, *PROMPT, "--ref", "float64", "--graph", "plain", "--tolerance", "1e-16", "--capture", "*qkv_mixed*", "--json")
+    first = document(whole)["first"]
+    assert (first["kernel"], first["quantised"]) == ("MUL_MAT", None) and "8 bits" not in whole.stdout
+
+
 def test_the_op_that_differs_becomes_a_script(qgraph, toys, here, tiled_heads, tmp_path, monkeypatch):
     import sys
 
