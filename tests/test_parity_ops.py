@@ -11,7 +11,7 @@ from qwen3next_ggml.errors import BackendError, GraphError
 from qwen3next_ggml.graph.own import Graph
 from qwen3next_ggml.graph_view.records import VIEW
 from qwen3next_ggml.parity import ops as op_checks
-from qwen3next_ggml.parity.op_case import HALF_SUM_LIMIT, Case
+from qwen3next_ggml.parity.op_case import Case
 from qwen3next_ggml.parity.op_cases import cases
 from qwen3next_ggml.parity.ops import HALF, LACKING, MISS, OK, check, check_ops
 
@@ -92,21 +92,20 @@ def test_a_kernel_that_is_off_is_a_miss(monkeypatch, method):
     assert found.verdict == MISS and found.nmse > found.limit
 
 
+@pytest.mark.parametrize("shape, limits", [("f16, 512 experts, top 10, 9 ", (1e-6, 2e-5)), ("f32, 1 experts", (1e-7, 1e-6))])
 @pytest.mark.parametrize("kind, verdicts", [("cpu", (MISS, MISS)), ("gpu", (HALF, MISS))])
-def test_sums_in_float16_are_told_apart(monkeypatch, kind, verdicts):
-    """A GPU may keep sums of float16 products in float16: not a miss, and not taken for right either."""
-    case, compute = one("mul_mat_id", "f16, 512 experts, top 10, 9 "), Graph.compute
-    assert case.limit < HALF_SUM_LIMIT == case.half_limit
-    assert check(case, "CPU").verdict == OK
+def test_what_float16_gives_is_told_apart(monkeypatch, kind, verdicts, shape, limits):
+    """A GPU may multiply and add up in float16: not a miss, and not taken for right either."""
+    case, compute, found = one("mul_mat_id", shape), Graph.compute, []
+    assert (case.limit, case.half_limit) == limits
     monkeypatch.setattr(ggml.Device, "kind", property(lambda self: kind, lambda self, value: None))
     assert check(case, "CPU").verdict == OK
-    found = []
-    for off in (HALF_SUM_LIMIT / 2, HALF_SUM_LIMIT * 2):
+    for off in (case.half_limit / 2, case.half_limit * 2):
         monkeypatch.setattr(Graph, "compute", lambda self, *outputs, off=off: compute(self, *outputs) * (1 + off**0.5))
         found.append(check(case, "CPU"))
-    assert tuple(result.verdict for result in found) == verdicts, found
-    assert (found[0].why == "above 1e-06, as sums in float16 are") is (kind == "gpu")
-    assert check(one("get_rows", "of f16"), "CPU").verdict == MISS, "what only copies adds nothing up"
+    assert tuple(result.verdict for result in found) == verdicts
+    assert (found[0].why == f"above {limits[0]:.0e}, as float16 gives") is (kind == "gpu")
+    assert check(one("get_rows", "of f16"), "CPU").verdict == MISS, "what only copies has no such excuse"
 
 
 def test_what_a_device_lacks_is_said(monkeypatch):

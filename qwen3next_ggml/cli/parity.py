@@ -145,5 +145,5 @@ def _ops(ggml: str | None, device: str) -> tuple[bool, object]:
         emit(f"{row.op:16}  {row.shape:58}  {row.nmse:8.1e}  {row.verdict}{row.why and f': {row.why}'}\n")
         rows.append({**vars(row), "nmse": number(row.nmse)})
     n_bad, n_half = (sum(row["verdict"] == verdict for row in rows) for verdict in (MISS, HALF))
-    emit(f"{len(rows)} cases, {n_bad} missed" + (f", {n_half} summed in float16" if n_half else "") + "\n")
+    emit(f"{len(rows)} cases, {n_bad} missed" + (f", {n_half} in float16" if n_half else "") + "\n")
     return not n_bad, rows

@@ -18,7 +18,7 @@ QUANTISED_LIMIT = 5e-4
 HALF_LIMIT = 1e-6
 # and over float16 values the CPU adds up in float16
 ATTENTION_LIMIT = 5e-4
-# what a GPU may make of float16, or of attention: ggml lets it add up 256 products in float16, which is 5e-6 to 7e-6
+# what a GPU may make of products: ggml lets it round float32 operands to float16, and add up products of float16 in float16
 HALF_SUM_LIMIT = 2e-5
 
 
@@ -26,7 +26,7 @@ HALF_SUM_LIMIT = 2e-5
 class Case:
     """`build(g)` returns the node of one op and a function from its value to (got, want); `limit` is the NMSE allowed.
 
-    `half_limit` is what a device that adds up in float16 is allowed, zero where none may.
+    `half_limit` is what a device that multiplies or adds in float16 is allowed, zero where none may.
     """
 
     op: str

@@ -21,7 +21,7 @@ from .small_op_cases import small_cases
 
 HALF = (HALF_LIMIT, HALF_SUM_LIMIT)
 # types of weights, with the limits of a product
-KINDS = (("f32", (F32_LIMIT,)), ("f16", HALF), *((kind, (QUANTISED_LIMIT,)) for kind in ("q8_0", "q4_k", "q6_k")))
+KINDS = (("f32", (F32_LIMIT, HALF_LIMIT)), ("f16", HALF), *((kind, (QUANTISED_LIMIT,)) for kind in ("q8_0", "q4_k", "q6_k")))
 ROPE = SimpleNamespace(freq_base=1e7, freq_scale=1.0, n_ctx_orig=262144, ext_factor=0.0, attn_factor=1.0, beta_fast=32.0, beta_slow=1.0)
 YARN = SimpleNamespace(**{**vars(ROPE), "freq_scale": 0.25, "ext_factor": 1.0})
 
@@ -109,7 +109,7 @@ def _experts() -> Iterator[Case]:
         yield Case("mul_mat_id", f"{kind}, 512 experts, top 10, {T} tokens", lambda g, kind=kind, T=T: _expert(g, kind, T), *limits)
     for n_expert, n_used in ((1, 1), (4, 4)):
         yield Case("mul_mat_id", f"f32, {n_expert} experts, top {n_used}, 33 tokens",
-                   lambda g, n=n_expert, u=n_used: _expert(g, "f32", 33, n, u))  # fmt: skip
+                   lambda g, n=n_expert, u=n_used: _expert(g, "f32", 33, n, u), *dict(KINDS)["f32"])  # fmt: skip
 
 
 def _expert(g, kind, T, n_expert=512, n_used=10):

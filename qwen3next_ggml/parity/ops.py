@@ -20,7 +20,7 @@ OK, HALF, MISS, LACKING = "ok", "float16", "MISS", "not supported"
 class OpResult:
     """One case on one device: `verdict` is OK, MISS, or LACKING where the device says it cannot; `why` adds what was said.
 
-    HALF is further off than `limit`, and no further than sums in float16 are, on a device that may keep them so.
+    HALF is further off than `limit`, and no further than float16 gives, on a device that may compute in it.
     """
 
     op: str
@@ -51,5 +51,5 @@ def check(case: Case, device: str) -> OpResult:
             return OpResult(case.op, case.shape, np.inf, case.limit, MISS, str(error))
         off = nmse(got, want) if np.isfinite(got).all() else np.inf
     if case.limit < off <= case.half_limit and ggml.device(device).kind != "cpu":
-        return OpResult(case.op, case.shape, off, case.limit, HALF, f"above {case.limit:.0e}, as sums in float16 are")
+        return OpResult(case.op, case.shape, off, case.limit, HALF, f"above {case.limit:.0e}, as float16 gives")
     return OpResult(case.op, case.shape, off, case.limit, OK if off <= case.limit else MISS)

@@ -198,12 +198,12 @@ def test_ops(qgraph, monkeypatch, factor, code):
 
 
 def test_what_float16_allows_is_counted_and_is_no_miss(qgraph, monkeypatch):
-    rows = [ops.OpResult("mul_mat", "a", 3e-14, 1e-6, ops.OK), ops.OpResult("mul_mat", "b", 5e-6, 1e-6, ops.HALF, "above 1e-06, as sums in float16 are")]
+    rows = [ops.OpResult("mul_mat", "a", 3e-14, 1e-6, ops.OK), ops.OpResult("mul_mat", "b", 5e-6, 1e-6, ops.HALF, "above 1e-06, as float16 gives")]
     monkeypatch.setattr(ops, "check_ops", lambda *_, **__: iter(rows))
     result = qgraph("parity", "--ops", "--json")
     lines = result.stdout.splitlines()
-    assert result.exit_code == 0 and lines[1].endswith("  5.0e-06  float16: above 1e-06, as sums in float16 are")
-    assert lines[2] == "2 cases, 0 missed, 1 summed in float16" and document(result)[1]["verdict"] == "float16"
+    assert result.exit_code == 0 and lines[1].endswith("  5.0e-06  float16: above 1e-06, as float16 gives")
+    assert lines[2] == "2 cases, 0 missed, 1 in float16" and document(result)[1]["verdict"] == "float16"
 
 
 @pytest.mark.parametrize("args, said", [
