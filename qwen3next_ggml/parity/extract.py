@@ -90,18 +90,18 @@ class _Stop:
     def __getattr__(self, name: str):
         return getattr(self.inner, name)
 
-    def run(self, built: Built, values: Mapping[str, np.ndarray], outs: Sequence[np.ndarray]) -> None:
+    def run(self, built: Built, arrays: tuple[np.ndarray, ...], outs: Sequence[np.ndarray]) -> None:
         """Run `built` as its executor does, or stop in it."""
         if self._left:
             self._left -= 1
-            return self.inner.run(built, values, outs)
+            return self.inner.run(built, arrays, outs)
         named = [node for node in built.graph.nodes if node.name == self._wanted[0]]
         if len(named) <= self._wanted[1]:
             raise OptionError(f"{self._wanted[0]} is an input of the graph, no op made it")
         node = named[self._wanted[1]]
         kernel = _kernel(node, self._calls)
-        for name, x in built.inputs.items():
-            x.set(values[name])
+        for x, array in zip(built.inputs.values(), arrays, strict=True):
+            x.set(array)
         for other in built.graph.nodes:
             if other == kernel:
                 break
