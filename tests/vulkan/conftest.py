@@ -34,6 +34,11 @@ def decode(model, tokens, after=(), **options):
         return s.decode(tokens, logits="all"), np.array([s.decode([t])[0] for t in after])
 
 
+def tokens(model, n):
+    """Return n tokens, for each n the same."""
+    return np.random.default_rng(n).integers(0, model.hparams.n_vocab, n).tolist()
+
+
 def both(path):
     return Both(*(q.load(path, device=device, n_threads=1) for device in ("CPU", DEVICE)))
 
