@@ -88,7 +88,7 @@ def _run(path: str | None, prompt, options: dict):
 def _compare(
     run, ref: str, ref_ggml: str | None, tolerance: float, save: str | None, script: Path | None, picture: Path | None
 ) -> tuple[bool, object]:
-    from ..parity import Recording, compare, cut_like, look_apart, plot, quantised_weight, record_apart, reference_of
+    from ..parity import Recording, compare, cut_like, look_apart, plot, record_apart, reference_of
 
     wanted = reference_of(ref, run, ggml=ref_ggml)
     run = cut_like(run, wanted)
@@ -104,8 +104,7 @@ def _compare(
         ours.save(save)
         note(f"wrote {save}")
     found = compare(ours, reference, tolerance=tolerance)
-    quantised = found.first and quantised_weight(found.first, run.path)
-    for line in report(found, quantised):
+    for line in report(found):
         emit(line + "\n")
     if picture:
         write_text(picture, plot(found))
@@ -114,7 +113,7 @@ def _compare(
         _shrink(script, found, run, wanted, ours, reference)
     elif script:
         note("no node differs, so there is no op to write")
-    return not found.misses, document(found, quantised)
+    return not found.misses, document(found)
 
 
 def _shrink(path: Path, found, *sides) -> None:

@@ -8,8 +8,8 @@ from math import isfinite
 from .output import table
 
 
-def report(found, quantised: tuple[str, str] | None = None) -> Iterator[str]:
-    """Yield what was compared, the first difference, the `quantised` weight it comes from, if any, and a row per layer."""
+def report(found) -> Iterator[str]:
+    """Yield what was compared, the first difference, and a row per layer."""
     yield f"here       {found.title}"
     yield f"reference  {found.reference}"
     yield (f"compared   {len(found.nodes)} nodes; {len(found.only_here)} only here, {len(found.only_there)} only in the reference, "
@@ -24,18 +24,19 @@ def report(found, quantised: tuple[str, str] | None = None) -> Iterator[str]:
         of = f" of {first.value.kernel}" if first.value.kernel not in ("", first.value.op) else ""
         yield f"  {first.value.op}{of} {list(first.value.ne)}" + (f", made by {first.value.line}" if first.value.line else "")
         yield from (f"    reads {name} {list(shape)}" for name, shape in first.value.inputs)
-        if quantised:
-            yield f"  {quantised[0]} is {quantised[1]}: kernels may round what they multiply with it, a CPU's to 8 bits; --ref float64 does not"
+        if first.value.quantised:
+            name, kind = first.value.quantised
+            yield f"  {name} is {kind}: kernels may round what they multiply with it, a CPU's to 8 bits; --ref float64 does not"
     yield ""
     rows = [("" if layer is None else layer, n, f"{worst.nmse:.2e}", worst.value.name) for layer, n, worst in found.by_layer()]
     yield from table([("layer", "nodes", "worst", "node"), *rows], right=(0, 1, 2))
 
 
-def document(found, quantised: tuple[str, str] | None = None) -> dict:
+def document(found) -> dict:
     """Return a comparison as JSON has it: in short, the first difference, a row per layer, and what could not be compared."""
     return {
         "here": found.title, "reference": found.reference, "tolerance": found.tolerance, **summary(found),
-        "first": found.first and _node(found.first, quantised),
+        "first": found.first and _node(found.first),
         "layers": [
             {"layer": layer, "nodes": n, "worst": number(worst.nmse), "node": worst.value.name} for layer, n, worst in found.by_layer()
         ],
@@ -54,13 +55,13 @@ def number(x: float) -> float | None:
     return x if isfinite(x) else None
 
 
-def _node(node, quantised: tuple[str, str] | None) -> dict:
+def _node(node) -> dict:
     value = node.value
     return {
         "name": value.name, "occurrence": value.occurrence, "layer": node.layer, "op": value.op, "kernel": value.kernel, "ne": value.ne,
         "inputs": [{"name": name, "ne": shape} for name, shape in value.inputs], "line": value.line,
         "nmse": number(node.nmse), "why": node.why, "ubatch": node.ubatch,
-        "quantised": quantised and dict(zip(("name", "type"), quantised)),
+        "quantised": dict(zip(("name", "type"), value.quantised)) or None,
     }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from .one_op import OneOp
 from .pairs import cut_like, providers, reference_of, sweep
 from .recording import Recording, Value
 from .plot import plot
-from .rounding import quantised_weight
 from .shrink import shrink
 from .sides import FLOAT64, LLAMA, SESSION, Run, record
 
@@ -30,7 +29,6 @@ __all__ = [
     "nmse",
     "plot",
     "providers",
-    "quantised_weight",
     "record",
     "record_apart",
     "reference_of",

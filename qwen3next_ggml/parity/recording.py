@@ -26,7 +26,8 @@ class Value:
 
     `occurrence` counts equal names within one graph, None where only the last was kept. `kernel` is the op that
     computed it, another one than `op` for a view, `inputs` are (name, shape) of what that reads, `line` is the Python line that
-    made the node; all are empty where nobody noted them. `present` are the ubatches that have it where some have not.
+    made the node, `quantised` name and type of what a product multiplies with where that is quantised; all are empty where nobody
+    noted them. `present` are the ubatches that have it where some have not.
     `axis` is where the tokens were, of four axes in numpy order.
     """
 
@@ -39,6 +40,7 @@ class Value:
     kernel: str = ""
     inputs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     line: str = ""
+    quantised: tuple[str, ...] = ()
     present: tuple[int, ...] = ()
     axis: int | None = None
 
@@ -100,7 +102,8 @@ def _key(name: str, occurrence: int | None) -> str:
 
 def _value(head: Mapping, array: np.ndarray) -> Value:
     inputs = tuple((name, tuple(shape)) for name, shape in head["inputs"])
-    return Value(**{**head, "ne": tuple(head["ne"]), "inputs": inputs, "present": tuple(head["present"])}, array=array)
+    rest = {name: tuple(head.get(name, ())) for name in ("ne", "present", "quantised")}
+    return Value(**{**head, **rest, "inputs": inputs}, array=array)
 
 
 def is_named(name: str) -> bool:
@@ -110,11 +113,11 @@ def is_named(name: str) -> bool:
 
 def merge(
     ubatches: Sequence[Mapping[tuple[str, int], tuple[str, tuple[int, ...], np.ndarray]]], n_tokens: Sequence[int],
-    notes: Mapping[tuple[str, int], tuple[str, tuple, str]] | None = None,
+    notes: Mapping[tuple[str, int], tuple[str, tuple, str, tuple]] | None = None,
 ) -> tuple[Value, ...]:  # fmt: skip
     """Make one value of each node's values in `ubatches` of `n_tokens`, (name, occurrence) → (op, ne, array).
 
-    The token axis is the one as long as every ubatch, of whatever length. `notes` holds (kernel, inputs, line) of nodes.
+    The token axis is the one as long as every ubatch, of whatever length. `notes` holds (kernel, inputs, line, quantised) of nodes.
     """
     order = dict.fromkeys(at for ubatch in ubatches for at in ubatch if is_named(at[0]))
     merged = []

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import ggml
 from ..errors import OptionError
+from ..ggml import types
 from ..gguf_file import GgufFile
 from ..graph.options import GraphOptions
 from ..graph_view import GraphView
@@ -25,6 +26,7 @@ from ..session import N_PAD, Session
 from .recording import LAST, TOKENS, Recording, Value, merge, trimmed
 
 SESSION, LLAMA, FLOAT64 = "session", "llama.cpp", "float64"
+PRODUCTS = ("MUL_MAT", "MUL_MAT_ID")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,8 @@ def _session(run: Run) -> Recording:
     return Recording(title, run.tokens, tuple(n_tokens), merge(ubatches, n_tokens, notes), asdict(options))
 
 
-def _notes(view: GraphView) -> dict[tuple[str, int], tuple[str, tuple, str]]:
-    """Return for each named node the kernel behind it, what that reads, and which line made the node."""
+def _notes(view: GraphView) -> dict[tuple[str, int], tuple[str, tuple, str, tuple]]:
+    """Return for each named node the kernel behind it, what that reads, which line made the node, and what quantised is multiplied with."""
     seen: dict[str, int] = {}
     notes = {}
     for node in view.nodes:
@@ -114,8 +116,11 @@ def _notes(view: GraphView) -> dict[tuple[str, int], tuple[str, tuple, str]]:
         kernel = node
         while kernel.kind == VIEW and view.by_id[kernel.sources[0]].kind in (VIEW, KERNEL):
             kernel = view.by_id[kernel.sources[0]]
-        inputs = tuple((view.by_id[source].name, view.by_id[source].shape) for source in kernel.sources)
-        notes[node.name, occurrence] = kernel.op, inputs, node.line
+        sources = [view.by_id[source] for source in kernel.sources]
+        inputs = tuple((source.name, source.shape) for source in sources)
+        factors = sources if kernel.op in PRODUCTS else ()
+        quantised = next(((x.name, x.type) for x in factors if types.GgmlType.of(x.type).is_quantized), ())
+        notes[node.name, occurrence] = kernel.op, inputs, node.line, quantised
     return notes
 
 
