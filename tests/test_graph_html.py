@@ -53,11 +53,11 @@ source.click();
 const chosen = document.querySelector(".b.chosen").getBoundingClientRect(), frame = svg.getBoundingClientRect();
 noted.followed = {about: about_text(), hash: location.hash,
   centred: Math.hypot((chosen.left + chosen.right - frame.left - frame.right) / 2, (chosen.top + chosen.bottom - frame.top - frame.bottom) / 2)};
-type("MUL_MAT kcur");
+type("MUL_MAT attn_output");
 noted.searched = {about: about_text(), found: document.querySelectorAll(".b.found").length};
 type("graph/norm.py");
 noted.by_line = document.getElementById("hits").textContent;
-type("attn_k.weight");
+type("attn_output.weight");
 document.querySelector("#about a").click();
 noted.leaf = about_text();
 type("no such thing");
@@ -141,9 +141,9 @@ def test_a_source_is_followed(noted):
 
 def test_search_finds_names_ops_lines_and_weights(noted):
     view, shown = noted
-    assert shown["searched"]["about"].startswith("1 match\n") and "Kcur-3" in shown["searched"]["about"] and shown["searched"]["found"] == 1
+    assert shown["searched"]["about"].startswith("1 match\n") and "attn_output-3" in shown["searched"]["about"] and shown["searched"]["found"] == 1
     assert shown["by_line"] == f"{sum(any('graph/norm.py' in line for line in n.lines) for n in view.nodes)} matches"
-    assert shown["leaf"].startswith("blk.3.attn_k.weight\n") and "none: weight" in shown["leaf"] and "Kcur-3" in shown["leaf"]
+    assert shown["leaf"].startswith("blk.3.attn_output.weight\n") and "none: weight" in shown["leaf"] and "attn_output-3" in shown["leaf"]
     assert shown["nothing"] == "0 matches"
 
 

@@ -17,7 +17,7 @@ def path(tmp_path):
 
 def test_it_reads_what_the_map_holds(path):
     shard, memory = Shard.open(path), bytearray(90)
-    shard.read_into(memoryview(memory), 110)
+    shard.read_into([memoryview(memory)[:30], memoryview(memory)[30:]], 110)
     assert memory == path.read_bytes()[110:] == shard.bytes[110:].tobytes()
 
 
@@ -31,7 +31,7 @@ def test_short_reads_are_continued(path, monkeypatch):
 
     monkeypatch.setattr(module, "open", lambda path, mode, buffering: Slow(path), raising=False)
     shard, memory = Shard.open(path), bytearray(200)
-    shard.read_into(memoryview(memory), 0)
+    shard.read_into([memoryview(memory)], 0)
     assert memory == path.read_bytes()
 
 
@@ -40,18 +40,18 @@ def test_a_file_that_took_the_name_is_not_read(path, tmp_path):
     (tmp_path / "other").write_bytes(bytes(200))
     os.replace(tmp_path / "other", path)
     with pytest.raises(GgufError, match=r"some\.gguf: was replaced while it was being read"):
-        shard.read_into(memoryview(bytearray(10)), 0)
+        shard.read_into([memoryview(bytearray(10))], 0)
 
 
 def test_a_file_cut_short_is_told(path):
     shard = Shard.open(path)
     os.truncate(path, 100)
     with pytest.raises(GgufError, match=r"some\.gguf: became shorter while it was being read"):
-        shard.read_into(memoryview(bytearray(60)), 50)
+        shard.read_into([memoryview(bytearray(60))], 50)
 
 
 def test_a_file_that_went_is_told(path):
     shard = Shard.open(path)
     path.unlink()
     with pytest.raises(GgufError, match=r"some\.gguf: No such file"):
-        shard.read_into(memoryview(bytearray(1)), 0)
+        shard.read_into([memoryview(bytearray(1))], 0)

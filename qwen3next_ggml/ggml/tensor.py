@@ -57,6 +57,18 @@ class Context:
             tensor.name = name
         return tensor
 
+    def new_part(self, whole: Tensor, start: int, n: int, *, name: str) -> Tensor:
+        """Make a tensor of the `n` rows of whole [n_in, n_out, …] from `start` on, in its memory: a leaf of graphs, where a view is a node.
+
+        Raises GraphError when these rows are not all there, or the context is full or closed.
+        """
+        ne, nb = whole.ne, whole.nb
+        if start < 0 or n < 1 or start + n > ne[1]:
+            raise GraphError(f"new_part: rows {start} to {start + n} of {whole!r}")
+        part = self.new_tensor(whole.type, ne[0], n, *ne[2:], name=name)
+        part._p.nb, part._p.view_src, part._p.view_offs = nb, whole._p, start * nb[1]
+        return part
+
     def handle(self, p: object) -> Tensor:
         """Return a handle to a tensor of this context or of another one that is still held."""
         address = int(ffi.cast("uintptr_t", p))

@@ -6,7 +6,7 @@ import io
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +38,8 @@ class Shard:
     def address(self) -> int:
         return self.bytes.__array_interface__["data"][0]
 
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the file's bytes from `offset` on: several times as fast as copying them out of the map.
+    def read_into(self, memories: Iterable[memoryview], offset: int) -> None:
+        """Fill one memory after the other with the file's bytes from `offset` on: several times as fast as copying them out of the map.
 
         Raises GgufError when the file is not the one that was opened any more, or shorter.
         """
@@ -47,12 +47,13 @@ class Shard:
             if _inode(file) != self.inode:
                 raise GgufError(f"{self.path}: was replaced while it was being read")
             file.seek(offset)
-            done = 0
-            while done < len(memory):
-                n = file.readinto(memory[done:])
-                if not n:
-                    raise GgufError(f"{self.path}: became shorter while it was being read")
-                done += n
+            for memory in memories:
+                done = 0
+                while done < len(memory):
+                    n = file.readinto(memory[done:])
+                    if not n:
+                        raise GgufError(f"{self.path}: became shorter while it was being read")
+                    done += n
 
 
 @contextmanager

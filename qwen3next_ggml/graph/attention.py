@@ -4,7 +4,7 @@ from .. import ggml
 from ..ggml import ops, types
 from .builder import GraphBuilder, expect_shape
 from .inputs import Inputs
-from .linear import linear
+from .linear import linear, linears
 from .norm import rms_norm
 from .state import KvLayer
 
@@ -22,7 +22,8 @@ def qkv(
     """
     if wb.attn_qkv is None:
         weights = ((wb.attn_q, wb.attn_q_bias), (wb.attn_k, wb.attn_k_bias), (wb.attn_v, wb.attn_v_bias))
-        q, k, v = (linear(g, w, x) if bias is None else g.add(linear(g, w, x), bias) for w, bias in weights)
+        products = linears(g, [w for w, _ in weights], x)
+        q, k, v = (y if bias is None else g.add(y, bias) for y, (_, bias) in zip(products, weights))
         return q, k, v
     n_tokens = x.ne[1]
     fused = g.name(linear(g, wb.attn_qkv, x), "wqkv", il)  # [n_q + n_k + n_v, n_tokens]

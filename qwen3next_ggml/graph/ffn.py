@@ -5,19 +5,19 @@ from math import inf
 from .. import ggml
 from ..ggml.ops import SORT_DESC
 from .builder import GraphBuilder, expect_shape
-from .linear import linear, linear_id
+from .linear import fills, linear, linear_id, linears
 
 # the smallest normal float16: a weight sum never divides by less
 WEIGHT_SUM_MIN = 6.103515625e-5
 
 
-def route(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> tuple[ggml.Tensor, ggml.Tensor]:
-    """Pick experts for x [n_embd, n_tokens] → ids [n_used, n_tokens], weights [1, n_used, n_tokens] that sum to 1.
+def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int) -> tuple[ggml.Tensor, ggml.Tensor]:
+    """Pick experts by logits [n_expert, n_tokens] → ids [n_used, n_tokens], weights [1, n_used, n_tokens] that sum to 1.
 
     A softmax over all experts, its n_used largest, renormalised.
     """
-    n_expert, n_used, n_tokens = hp.n_expert, hp.n_expert_used, x.ne[1]
-    logits = g.name(linear(g, wb.ffn_gate_inp, x), "ffn_moe_logits", il)  # [n_expert, n_tokens]
+    n_expert, n_used, n_tokens = hp.n_expert, hp.n_expert_used, logits.ne[1]
+    logits = g.name(logits, "ffn_moe_logits", il)
     if g.options.top_k_first:
         # renormalising cancels the softmax's denominator, so a softmax over the picked logits is the same number
         ids = g.name(g.top_k(logits, n_used), "ffn_moe_topk", il)
@@ -46,8 +46,11 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int) -> g
     """Run the picked experts' SwiGLU on x [n_embd, n_tokens] → [n_embd, n_used, n_tokens]."""
     n_embd, n_tokens = x.ne[0], x.ne[1]
     x = g.reshape_3d(x, n_embd, 1, n_tokens)
-    if wb.ffn_gate_up_exps is not None:
-        both = g.name(linear_id(g, wb.ffn_gate_up_exps, x, ids), "ffn_moe_gate_up", il)  # [2·n_ff, n_used, n_tokens]
+    whole = wb.ffn_gate_up_exps or _gate_up(g, wb)
+    if whole is not None:
+        both = linear_id(g, whole, x, ids)  # [2·n_ff, n_used, n_tokens]
+        if wb.ffn_gate_up_exps is not None:
+            both = g.name(both, "ffn_moe_gate_up", il)
         n_ff2, n_used, _, _ = both.ne
         nb0, nb1, nb2, _ = both.nb
         gate = g.name(g.view_3d(both, n_ff2 // 2, n_used, n_tokens, nb1, nb2, 0), "ffn_moe_gate", il)
@@ -59,11 +62,19 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int) -> g
     return g.name(linear_id(g, wb.ffn_down_exps, hidden, ids), "ffn_moe_down", il)
 
 
-def moe(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
-    """Return the weighted sum of the routed experts of x [n_embd, n_tokens]. Mirrors llama.cpp's `build_moe_ffn`."""
+def _gate_up(g: GraphBuilder, wb) -> ggml.Tensor | None:
+    """Return gate and up weights of all experts as one, where that is how they lie."""
+    pair = wb.ffn_gate_exps, wb.ffn_up_exps
+    whole = pair[0].view_src
+    one = g.options.stacked_weights and fills(whole, pair) and not any(w in g.scales for w in pair)
+    return whole if one else None
+
+
+def moe(g: GraphBuilder, hp, wb, x: ggml.Tensor, logits: ggml.Tensor, il: int) -> ggml.Tensor:
+    """Return the sum of the experts of x [n_embd, n_tokens] that `logits` [n_expert, n_tokens] pick. Mirrors `build_moe_ffn`."""
     n_embd, n_tokens = x.ne[0], x.ne[1]
     n_used = hp.n_expert_used
-    ids, weights = route(g, hp, wb, x, il)
+    ids, weights = route(g, hp, logits, il)
     down = experts(g, wb, x, ids, il)  # [n_embd, n_used, n_tokens]
     if g.options.expert_sum:
         out = g.out_prod(down, weights)  # [n_embd, 1, n_tokens]
@@ -84,24 +95,32 @@ def moe(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
     return g.name(out, "ffn_moe_out", il)
 
 
-def shared_expert(g: GraphBuilder, wb, x: ggml.Tensor, il: int, *, prefix: str = "") -> ggml.Tensor:
-    """Run the shared expert on x [n_embd, n_tokens], scaled by the sigmoid of its own one-row gate.
+def gate_logits(g: GraphBuilder, wb, x: ggml.Tensor) -> tuple[ggml.Tensor, ggml.Tensor | None]:
+    """Return what x [n_embd, n_tokens] gives each expert [n_expert, n_tokens] and the shared one, where there is one [1, n_tokens]."""
+    if wb.ffn_up_shexp is None:
+        return linear(g, wb.ffn_gate_inp, x), None
+    logits, open_ = linears(g, (wb.ffn_gate_inp, wb.ffn_gate_inp_shexp), x)
+    return logits, open_
+
+
+def shared_expert(g: GraphBuilder, wb, x: ggml.Tensor, open_: ggml.Tensor, il: int, *, prefix: str = "") -> ggml.Tensor:
+    """Run the shared expert on x [n_embd, n_tokens], scaled by the sigmoid of open_ [1, n_tokens].
 
     `prefix` goes before the names llama.cpp spells otherwise in its MTP graph.
     """
-    up = g.name(linear(g, wb.ffn_up_shexp, x), "ffn_up", il)
-    gate = g.name(linear(g, wb.ffn_gate_shexp, x), "ffn_gate", il)
+    gate, up = linears(g, (wb.ffn_gate_shexp, wb.ffn_up_shexp), x)
+    up, gate = g.name(up, "ffn_up", il), g.name(gate, "ffn_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_swiglu", il)
     out = g.name(linear(g, wb.ffn_down_shexp, hidden), f"{prefix}ffn_shexp", il)
-    open_ = g.name(linear(g, wb.ffn_gate_inp_shexp, x), "shared_expert_gate", il)  # [1, n_tokens]
-    open_ = g.name(g.sigmoid(open_), f"{prefix}shared_expert_gate_sigmoid", il)
+    open_ = g.name(g.sigmoid(g.name(open_, "shared_expert_gate", il)), f"{prefix}shared_expert_gate_sigmoid", il)
     return g.name(g.mul(out, open_), f"{prefix}ffn_shexp_gated", il)
 
 
 def moe_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
     """Return routed plus shared experts of x [n_embd, n_tokens]. Mirrors llama.cpp's `build_layer_ffn`."""
     expect_shape(x, f"feed-forward layer {il}", hp.n_embd, 0)
-    out = g.name(moe(g, hp, wb, x, il), "ffn_moe_out", il)
-    if wb.ffn_up_shexp is None:
+    logits, open_ = gate_logits(g, wb, x)
+    out = g.name(moe(g, hp, wb, x, logits, il), "ffn_moe_out", il)
+    if open_ is None:
         return out
-    return g.name(g.add(out, shared_expert(g, wb, x, il)), "ffn_out", il)
+    return g.name(g.add(out, shared_expert(g, wb, x, open_, il)), "ffn_out", il)

@@ -6,7 +6,7 @@ Mirrors the middle of llama.cpp's `graph_mtp`, under its names.
 from .. import ggml
 from .attention import attend, qkv, rope
 from .builder import GraphBuilder, expect_shape
-from .ffn import moe, shared_expert
+from .ffn import gate_logits, moe, shared_expert
 from .inputs import Inputs
 from .linear import linear
 from .norm import rms_norm
@@ -66,7 +66,8 @@ def nextn_attention(g: GraphBuilder, hp, wb, inp: Inputs, cache: KvLayer, x: ggm
 
 def nextn_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
     """Return routed plus shared experts of x [n_embd, n_outputs]."""
-    out = g.name(moe(g, hp, wb, x, il), "mtp_ffn_moe_out", il)
-    if wb.ffn_up_shexp is not None:
-        out = g.add(out, shared_expert(g, wb, x, il, prefix="mtp_"))
+    logits, open_ = gate_logits(g, wb, x)
+    out = g.name(moe(g, hp, wb, x, logits, il), "mtp_ffn_moe_out", il)
+    if open_ is not None:
+        out = g.add(out, shared_expert(g, wb, x, open_, il, prefix="mtp_"))
     return g.name(out, "mtp_ffn_out", il)

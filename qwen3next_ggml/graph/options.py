@@ -28,6 +28,7 @@ class GraphOptions:
     `grouped_attn`: with few tokens, multiply K and V with all query heads that share them at once instead of head by head; V is
     kept transposed for it, and turned for flash attention.
     `conv_in_parts`: join old and new columns of the convolution in several parts, as threads share parts only.
+    `stacked_weights`: multiply one column once with weights that lie one behind the other, and cut the result; the experts' with any.
     `fewer_conts`: let elementwise ops read strided views, and gate in one op, instead of copying views first.
     """
 
@@ -46,6 +47,7 @@ class GraphOptions:
     fewer_conts: bool = False
     grouped_attn: bool = False
     conv_in_parts: bool = False
+    stacked_weights: bool = False
 
     def __post_init__(self):
         if self.delta_net not in DELTA_NETS:
@@ -71,6 +73,6 @@ PLAIN = GraphOptions()
 LEAN = GraphOptions(
     prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
     finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
-    grouped_attn=True, conv_in_parts=True,
+    grouped_attn=True, conv_in_parts=True, stacked_weights=True,
 )
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

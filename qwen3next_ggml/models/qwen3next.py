@@ -17,7 +17,7 @@ from ..graph.delta_net import delta_net, pair_heads, pairs_by_itself
 from ..graph.delta_state import delta_net_in_place, is_in_place, read_state, write_states
 from ..graph.ffn import moe_ffn
 from ..graph.inputs import Inputs
-from ..graph.linear import linear
+from ..graph.linear import linear, linears
 from ..graph.nextn import nextn_block
 from ..graph.norm import gated_rms_norm, l2_norm, rms_norm
 from ..graph.state import GraphState, KvSpec, RecurrentSpec
@@ -137,6 +137,7 @@ def _declare_attention(block: Block, hp: HParams) -> None:
     separate = [block.decl(f"{name}.weight", (n_embd, n), role="attention", op="mul_mat") for name, n in n_out.items()]
     fused = block.decl("attn_qkv.weight", (n_embd, n_qkv), role="attention", op="mul_mat", parts=stacked(separate))
     block.declare_one_of("attention projections", separate, [fused])
+    block.multiply_together(*n_out)
     for name, n in (*n_out.items(), ("attn_qkv", n_qkv)):
         block.declare(f"{name}.bias", (n,), role="bias", required=False)
     block.declare("attn_output.weight", (head_dim * hp.n_head, n_embd), role="attention", op="mul_mat")
@@ -161,6 +162,7 @@ def _declare_linear_attention(block: Block, hp: HParams) -> None:
     block.declare("ssm_dt.bias", (n_v_heads,), role="gate")
     block.declare("ssm_a", (n_v_heads,), role="gate")
     block.declare("ssm_ba.weight", (n_embd, 2 * n_v_heads), role="gate", op="mul_mat")
+    block.multiply_together("attn_qkv", "attn_gate", "ssm_ba")
     block.declare("ssm_norm.weight", (head_dim,), role="norm")
     block.declare("ssm_out.weight", (value_dim, n_embd), role="linear attention", op="mul_mat")
 
@@ -194,6 +196,8 @@ def _declare_experts(block: Block, hp: HParams) -> None:
     block.declare("ffn_gate_shexp.weight", (n_embd, n_ff_shexp), role="shared expert", op="mul_mat")
     block.declare("ffn_up_shexp.weight", (n_embd, n_ff_shexp), role="shared expert", op="mul_mat")
     block.declare("ffn_down_shexp.weight", (n_ff_shexp, n_embd), role="shared expert", op="mul_mat")
+    for names in (("ffn_gate_inp", "ffn_gate_inp_shexp"), ("ffn_gate_exps", "ffn_up_exps"), ("ffn_gate_shexp", "ffn_up_shexp")):
+        block.multiply_together(*names)
 
 
 def _declare_nextn(block: Block, hp: HParams) -> None:
@@ -299,10 +303,10 @@ def build_layer_attn_linear(
     S, H_k, H_v, T, n_seqs = hp.ssm_d_state, hp.ssm_n_group, hp.ssm_dt_rank, inp.sizes.n_seq_tokens, inp.sizes.n_seqs
     value_dim, conv_dim = S * H_v, S * (2 * H_k + H_v)
 
-    mixed = linear(g, wb.attn_qkv, x)
+    mixed, z, ba = linears(g, (wb.attn_qkv, wb.attn_gate, wb.ssm_ba), x)
     mixed = g.name(g.reshape_3d(mixed, conv_dim, T, n_seqs), "linear_attn_qkv_mixed", il)
-    z = g.name(linear(g, wb.attn_gate, x), "z", il)  # [value_dim, n_tokens]
-    gate, beta = _gates(g, hp, wb, inp, x, il)
+    z = g.name(z, "z", il)  # [value_dim, n_tokens]
+    gate, beta = _gates(g, hp, wb, inp, g.name(ba, "linear_attn_mixed_ba", il), il)
 
     window, delta = state.recurrent[il, "r"], state.recurrent[il, "s"]
     columns = conv_input(g, inp, window, mixed, hp.ssm_d_conv, il)
@@ -344,11 +348,10 @@ def _heads(g: GraphBuilder, hp: HParams, conv: Tensor, il: int) -> tuple[Tensor,
     return g.name(q, "q_conv_predelta", il), g.name(k, "k_conv_predelta", il), g.name(v, "v_conv_predelta", il)
 
 
-def _gates(g: GraphBuilder, hp: HParams, wb, inp: Inputs, x: Tensor, il: int) -> tuple[Tensor, Tensor]:
-    """Return log decay and step size, both [1, H_v, T, n_seqs]; `ssm_ba` holds per key head [r of b | r of a]."""
+def _gates(g: GraphBuilder, hp: HParams, wb, inp: Inputs, ba: Tensor, il: int) -> tuple[Tensor, Tensor]:
+    """Return log decay and step size, both [1, H_v, T, n_seqs], of ba [2·H_v, n_tokens]: per key head [r of b | r of a]."""
     H_k, H_v, T, n_seqs = hp.ssm_n_group, hp.ssm_dt_rank, inp.sizes.n_seq_tokens, inp.sizes.n_seqs
     r = H_v // H_k
-    ba = g.name(linear(g, wb.ssm_ba, x), "linear_attn_mixed_ba", il)
     ba = g.reshape_4d(ba, 2 * r, H_k, T, n_seqs)
     nb0, nb1, nb2, nb3 = ba.nb
     b = g.name(g.view_4d(ba, r, H_k, T, n_seqs, nb1, nb2, nb3, 0), "b", il)

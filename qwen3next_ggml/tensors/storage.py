@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,14 +48,19 @@ class Item:
     make: Callable[[], np.ndarray] | None = None
 
 
-def create(file: GgufFile, weights: Weights, items: list[Item], data: bool, policy: LoadPolicy, n_threads: int) -> None:
-    """Make the tensors of each place, give them storage and fill what is not mapped."""
+def create(
+    file: GgufFile, weights: Weights, items: list[Item], together: Iterable[Sequence[str]], data: bool, policy: LoadPolicy, n_threads: int
+) -> None:
+    """Make the tensors of each place, give them storage and fill what is not mapped.
+
+    What is copied into the host's memory and multiplied `together` becomes views of one tensor, their rows one behind the other.
+    """
     for place in dict.fromkeys(item.place for item in items):
         inside = [item for item in items if item.place == place]
-        ctx = weights._stack.enter_context(ggml.Context(len(inside)))
-        for item in inside:
-            weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
-            weights.placed[item.decl.name] = place.how
+        weights.placed |= dict.fromkeys((item.decl.name for item in inside), place.how)
+        runs = _neighbours(inside, together) if place.how == COPIED and place.device.kind == "cpu" else []
+        ctx = weights._stack.enter_context(ggml.Context(len(inside) + len(runs)))
+        _declare(ctx, weights, inside, runs)
         if not data:
             continue
         if place.how == MAPPED:
@@ -65,8 +71,41 @@ def create(file: GgufFile, weights: Weights, items: list[Item], data: bool, poli
             if policy.huge and place.device.kind == "cpu":
                 ggml.advise_huge_pages(buffer.base, buffer.size)
             _fill(file, weights, inside, n_threads)
-        nbytes = sum(weights.by_name[item.decl.name].nbytes for item in inside)
+        nbytes = sum(size_of(weights.by_name[item.decl.name]) for item in inside)
         setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
+
+
+def _neighbours(items: list[Item], together: Iterable[Sequence[str]]) -> list[list[Item]]:
+    """Return runs of two and more that follow each other in a group and can be rows of one tensor."""
+    by_name = {item.decl.name: item for item in items}
+    found = []
+    for names in together:
+        present = [by_name[name] for name in names if name in by_name]
+        runs = (list(run) for _, run in groupby(present, key=lambda item: (item.type, item.decl.ne[0], item.decl.ne[2:])))
+        found += [run for run in runs if len(run) > 1]
+    return found
+
+
+def _declare(ctx: ggml.Context, weights: Weights, items: list[Item], runs: list[list[Item]]) -> None:
+    """Create the tensors of `items`, those of each run as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
+    inside = {item.decl.name for run in runs for item in run}
+    for item in items:
+        if item.decl.name not in inside:
+            weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
+    for run in runs:
+        shapes = [(*item.decl.ne, 1, 1)[:3] for item in run]
+        ends = list(accumulate(n_out for _, n_out, _ in shapes))
+        n_in, _, n_expert = shapes[0]
+        first, *rest = (item.decl.name.removesuffix(".weight") for item in run)
+        name = "+".join([first, *(name.rpartition(".")[2] for name in rest)]) + ".weight"
+        whole = ctx.new_tensor(run[0].type, n_in, ends[-1], n_expert, name=name)
+        for item, (_, n_out, _), end in zip(run, shapes, ends):
+            weights.by_name[item.decl.name] = ctx.new_part(whole, end - n_out, n_out, name=item.decl.name)
+
+
+def size_of(tensor: ggml.Tensor) -> int:
+    """Return the bytes of a tensor's elements, gaps between them left out."""
+    return tensor.type.row_size(tensor.nelements)
 
 
 def _map(file: GgufFile, weights: Weights, place: Place, items: list[Item], huge: bool) -> None:
@@ -88,13 +127,24 @@ def _fill(file: GgufFile, weights: Weights, items: list[Item], n_threads: int) -
         tensor, info = weights.by_name[item.decl.name], item.info
         memory = tensor.memory() if item.make is None else None
         if memory is not None:
-            file.shards[info.shard].read_into(memory, info.offset)
+            file.shards[info.shard].read_into(_pieces(tensor, memory), info.offset)
         else:
             tensor.set(file.data(info.name) if item.make is None else np.ascontiguousarray(item.make()))
             _forget(file, info)
 
     with ThreadPoolExecutor(n_threads) as pool:
         deque(pool.map(fill, items), maxlen=0)
+
+
+def _pieces(tensor: ggml.Tensor, memory: memoryview) -> Iterator[memoryview]:
+    """Yield the parts of a weight's memory [n_in, n_out, n_expert] that are its own, experts apart where something lies between them."""
+    if tensor.is_contiguous:
+        yield memory
+        return
+    n_out, n_expert = tensor.ne[1:3]
+    _, nb1, nb2, _ = tensor.nb
+    for i in range(n_expert):
+        yield memory[i * nb2 : i * nb2 + n_out * nb1]
 
 
 def _forget(file: GgufFile, info: TensorInfo) -> None:

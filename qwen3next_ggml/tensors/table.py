@@ -96,6 +96,7 @@ class TensorTable:
         self.entries: list[Decl | Choice] = []
         self.kinds: list[Kind] = []
         self.ties: dict[str, str] = {}
+        self.together: list[tuple[str, ...]] = []
 
     def declare(self, name: str, ne: tuple[int, ...], *, role: str, **options) -> None:
         """Add a tensor of shape `ne` (ggml order); options are the other fields of `Decl`."""
@@ -104,6 +105,10 @@ class TensorTable:
     def tie(self, name: str, to: str) -> None:
         """Let an optional tensor be another one where the file has none."""
         self.ties[name] = to
+
+    def multiply_together(self, *names: str) -> None:
+        """Say that these weights are multiplied with the same vectors: where they may lie anywhere, they are laid one behind the other."""
+        self.together.append(names)
 
     def block(self, il: int, *, role: str | None = None, load: bool = True) -> Block:
         """Return a view that declares tensors of block il; a role given here holds for all of them."""
@@ -195,6 +200,10 @@ class Block:
     def declare_one_of(self, what: str, *layouts: Sequence[Decl]) -> None:
         """Add alternatives of which one must be complete; the first complete one is taken."""
         self.table.entries.append(Choice(what, self.il, tuple(map(tuple, layouts)), self.load))
+
+    def multiply_together(self, *names: str) -> None:
+        """Do as `TensorTable.multiply_together`."""
+        self.table.multiply_together(*(f"blk.{self.il}.{name}.weight" for name in names))
 
     def is_kind(self, kind: str, *, not_with: Sequence[str]) -> None:
         """Say what the metadata makes of this block; a file with one of these tensors in it is refused."""

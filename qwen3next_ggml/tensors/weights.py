@@ -19,7 +19,7 @@ from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
 from ..machine import available_memory
 from .policy import LoadPolicy, choose_policy
-from .storage import COPIED, MAPPED, REPACKED, Item, Place, create
+from .storage import COPIED, MAPPED, REPACKED, Item, Place, create, size_of
 from .table import Checked, Decl, TensorTable
 
 class Weights:
@@ -51,7 +51,7 @@ class Weights:
         """Bytes by place, mapped, copied or repacked, of tensors with data or without."""
         totals: dict[str, int] = {}
         for name, how in self.placed.items():
-            totals[how] = totals.get(how, 0) + self.by_name[name].nbytes
+            totals[how] = totals.get(how, 0) + size_of(self.by_name[name])
         return totals
 
     def device_of(self, il: int) -> ggml.Device:
@@ -98,7 +98,7 @@ def load_weights(
         planner, weights.policy = _Planner(file, weights, policy), policy
         items = [item for decl, info in checked.found for item in planner.items(decl, info)]
         items += planner.ties(table, checked)
-        create(file, weights, items, data, policy, n_threads)
+        create(file, weights, items, table.together, data, policy, n_threads)
         _bind(weights, table, checked, items)
     except BaseException:
         weights.close()

@@ -16,7 +16,7 @@ def test_tables_and_document(qgraph):
     assert [(one["what"], one["n_tokens"]) for one in found["passes"]] == [("prompt", 16), ("step", 1)]
     assert found["read_bandwidth"] > 0 and found["seconds_per_call"] > 0
     step = text[text.index("step: ") :]
-    assert re.search(r"^\d+\.\d{3} ms in 3\d\d nodes, \d+% of \d+\.\d{3} ms in one call; node by node \d+\.\d{3} ms, of which calls", step, re.MULTILINE)
+    assert re.search(r"^\d+\.\d{3} ms in 2\d\d nodes, \d+% of \d+\.\d{3} ms in one call; node by node \d+\.\d{3} ms, of which calls", step, re.MULTILINE)
     rows = dict(re.findall(r"^(\S+) +\d+ +([\d.]+) +[\d.]+% ", step, re.MULTILINE))
     for key in ("by_scope", "by_op"):
         assert {share["name"]: f"{1e3 * share['seconds']:.3f}" for share in found["passes"][1][key]}.items() <= rows.items()
@@ -31,7 +31,7 @@ def test_a_trace_is_written(qgraph, tmp_path):
     path = tmp_path / "trace.json"
     result = qgraph("profile", "-p", 0, "-n", 2, "-c", 256, "--chrome-trace", path)
     assert result.exit_code == 0 and re.fullmatch(rf"wrote {path}, [\d.]+ KiB\n", result.stderr)
-    assert len(json.loads(path.read_text())["traceEvents"]) > 300 and list(tmp_path.iterdir()) == [path]
+    assert len(json.loads(path.read_text())["traceEvents"]) > 280 and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

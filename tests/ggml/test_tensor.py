@@ -174,3 +174,27 @@ def test_quantising_with_an_importance_matrix(rng):
         types.quantize(types.Q4_K, x, weights[:10])
     with pytest.raises(TensorError, match="bytes"):
         types.dequantize(types.Q8_0, np.zeros((1, 33), np.uint8), 32)
+
+
+@pytest.mark.parametrize("name", ["f32", "q8_0"])
+def test_a_part_is_rows_of_the_whole_and_no_node(bench, rng, name):
+    """It has its memory where the whole has, and gaps where the whole has more dimensions."""
+    kind, values = types.GgmlType.of(name), rng.integers(-127, 128, (2, 5, 32)).astype(np.float32)
+    values[..., 0] = 127  # a scale of one for every block
+    with ggml.Context(8, graph_size=8) as ctx:
+        whole = ctx.new_tensor(kind, 32, 5, 2, name="whole")
+        part, x = ctx.new_part(whole, 1, 3, name="part"), ctx.new_tensor(types.F32, 32, 1, 2)
+        y = ggml.Ops(ctx).mul_mat(part, x)
+        with ggml.alloc_tensors(ctx, bench.device.buffer_type()):
+            whole.set(types.quantize(kind, values))
+            x.set(np.eye(32, dtype=np.float32)[[[5], [5]]])
+            graph = ggml.Graph(ctx, 8)
+            graph.expand(y)
+            assert [node.op for node in graph.nodes] == ["MUL_MAT"] and part.op == "NONE" and part.view_src == whole
+            assert part.view_offs == whole.nb[1] and part.nb == whole.nb and not part.is_contiguous
+            assert np.array_equal(part.get(), values[:, 1:4])
+            bench.backend.compute(graph)
+            assert np.allclose(y.get().reshape(2, 3), values[:, 1:4, 5], rtol=1e-3)
+        for start, n in ((-1, 2), (3, 3), (0, 0)):
+            with pytest.raises(GraphError, match=r"new_part: rows -?\d to \d of"):
+                ctx.new_part(whole, start, n, name="no part")
