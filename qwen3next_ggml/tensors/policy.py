@@ -51,14 +51,14 @@ def choose_policy(
     """Return the policy for a file of `nbytes` over this version of ggml, these features of the CPU and `room` bytes of memory.
 
     repack: True, False, kinds joined by "+" such as "dense+head", or "auto", which goes by what was measured. mmap: True, False,
-    or "auto": mapped unless memory has room for a copy beside the file's own pages. Raises OptionError for anything else.
+    or "auto": mapped unless a copy takes a third of the room at most: the file's own pages and others stay too. Raises OptionError for anything else.
     """
     if mmap not in (True, False, "auto"):
         raise OptionError(f"mmap is {mmap!r}, expected True, False or 'auto'")
     why, mapped = [], mmap is True
     if mmap == "auto":
         # a copy lies in huge pages, which a mapped file has only by luck
-        mapped = room is None or 2 * nbytes > room
+        mapped = room is None or 3 * nbytes > room
         why.append("mapped: there is no room for a copy" if mapped else "copied: a step reads huge pages a tenth faster")
     if repack == "auto":
         kinds, reason = _measured(version, features)
