@@ -1,10 +1,11 @@
 """Weights multiplied with the same vector: laid one behind the other at load, multiplied at once, the same numbers to the bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import qwen3next_ggml
-from qwen3next_ggml.graph import linear
 from qwen3next_ggml.graph.options import LEAN
 
 from .kit import read_arrays
@@ -28,24 +29,23 @@ def test_copied_weights_lie_one_behind_the_other(toys, type):
         for il, groups in (GROUPS | {4: GROUPS[3]}).items():
             for names in groups:
                 parts = of(w, il, *names)
-                assert linear.fills(parts[0].view_src, parts), (il, names)
-                assert not linear.fills(of(mapped, il, *names)[0].view_src, of(mapped, il, *names))
+                stack = w.stacks[parts[0]]
+                assert stack.parts == tuple(parts) and all(part.view_src == stack.whole for part in parts), (il, names)
+                assert [part.view_offs // stack.whole.nb[1] for part in parts] == [offset // 4 for _, offset in stack.cuts]
+        assert len(w.stacks) == 5 * 4 and not mapped.stacks
         assert all(np.array_equal(value, mapped.by_name[name].get()) for name, value in values_of(w).items())
         assert w.copied_nbytes == mapped.mapped_nbytes + mapped.copied_nbytes == sum(w.planned.values())
 
 
 @pytest.mark.parametrize("name, il, names", [
-    ("blk.0.attn_gate.weight", 0, ("attn_qkv", "attn_gate", "ssm_ba")), ("blk.3.attn_v.weight", 3, ("attn_k", "attn_v")),
+    ("blk.0.attn_gate.weight", 0, ("attn_qkv", "ssm_ba")), ("blk.3.attn_v.weight", 3, ("attn_q", "attn_k")),
 ])  # fmt: skip
 def test_other_types_lie_apart(toys, tmp_path, name, il, names):
     """The rest of a group still lies together."""
     half = changed(toys, tmp_path, replace={name: ("f16", read_arrays(toys.t0)[name])})
     with Loaded(half, mmap=False) as w:
-        assert not linear.fills(of(w, il, *names)[0].view_src, of(w, il, *names))
         assert getattr(w.blk[il], name.split(".")[2]).view_src is None
-        if il == 3:
-            pair = of(w, 3, "attn_q", "attn_k")
-            assert linear.fills(pair[0].view_src, pair)
+        assert (of(w, il, *names)[0] in w.stacks) == (il == 3)
 
 
 def logits(model, options):
@@ -60,18 +60,12 @@ def test_one_product_is_the_same_to_the_bit(toys, type, how):
         assert np.array_equal(logits(model, LEAN), logits(model, LEAN.but(stacked_weights=False)))
 
 
-def test_parts_taken_for_each_other_show(toys, monkeypatch):
+def test_parts_taken_for_each_other_show(toys):
     """The mutation of the test above, where two parts are of one size."""
-    accumulate = linear.accumulate
-
-    def swapped(sizes, **more):
-        sizes = list(sizes)
-        ends = list(accumulate(sizes, **more))
-        return ends[::-1] if len(set(sizes)) == 1 and not more else ends
-
     with qwen3next_ggml.load(toys.t0, mmap=False, n_threads=1) as model:
         right = logits(model, LEAN)
-        monkeypatch.setattr(linear, "accumulate", swapped)
+        at = model.weights.blk[1].ffn_gate_shexp
+        model.weights.stacks[at] = replace(model.weights.stacks[at], cuts=model.weights.stacks[at].cuts[::-1])
         assert np.abs(logits(model, LEAN) - right).max() > 1e-2
 
 
@@ -87,14 +81,12 @@ def test_experts_that_lie_elsewhere_show(toys, monkeypatch):
         assert np.abs(logits(model, LEAN) - right).max() > 1e-2
 
 
-def test_a_weight_with_a_scale_is_multiplied_alone(toys):
-    with qwen3next_ggml.load(toys.t0, mmap=False, n_threads=1) as model:
-        wb, scales = model.weights.blk[0], model.weights.scales
-        with model.session(n_ctx=256) as s:
-            before = s.graph(1).stats()["kernels"]
-        scales[wb.attn_gate] = wb.ssm_a  # any vector: nothing is computed here
-        with model.session(n_ctx=256) as s:
-            assert s.graph(1).stats()["kernels"] == before + 2 + 1
+def test_a_weight_with_a_scale_is_multiplied_alone(toys, tmp_path):
+    scales = {"blk.0.attn_gate.scale": np.full(1, 2.0), "blk.1.ffn_up_exps.scale": np.full(10, 0.5)}
+    with qwen3next_ggml.load(changed(toys, tmp_path, add=scales), mmap=False, n_threads=1) as model:
+        blk, stacks = model.weights.blk, model.weights.stacks
+        assert blk[0].attn_qkv not in stacks and blk[1].ffn_gate_exps not in stacks and len(stacks) == 4 * 4 - 2
+        assert np.array_equal(logits(model, LEAN), logits(model, LEAN.but(stacked_weights=False)))
 
 
 def test_what_is_saved(toys):

@@ -5,7 +5,7 @@ from math import inf
 from .. import ggml
 from ..ggml.ops import SORT_DESC
 from .builder import GraphBuilder, expect_shape
-from .linear import fills, linear, linear_id, linears
+from .linear import linear, linear_id, linears
 
 # the smallest normal float16: a weight sum never divides by less
 WEIGHT_SUM_MIN = 6.103515625e-5
@@ -64,10 +64,8 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int) -> g
 
 def _gate_up(g: GraphBuilder, wb) -> ggml.Tensor | None:
     """Return gate and up weights of all experts as one, where that is how they lie."""
-    pair = wb.ffn_gate_exps, wb.ffn_up_exps
-    whole = pair[0].view_src
-    one = g.options.stacked_weights and fills(whole, pair) and not any(w in g.scales for w in pair)
-    return whole if one else None
+    stack = g.stacks.get(wb.ffn_gate_exps) if g.options.stacked_weights else None
+    return stack.whole if stack and stack.parts == (wb.ffn_gate_exps, wb.ffn_up_exps) else None
 
 
 def moe(g: GraphBuilder, hp, wb, x: ggml.Tensor, logits: ggml.Tensor, il: int) -> ggml.Tensor:

@@ -1,7 +1,6 @@
 """The one way a projection enters a graph (level 5)."""
 
 from collections.abc import Sequence
-from itertools import accumulate, groupby
 
 from .. import ggml
 from .builder import GraphBuilder
@@ -19,27 +18,19 @@ def linear(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
 
 def linears(g: GraphBuilder, weights: Sequence[ggml.Tensor], x: ggml.Tensor) -> list[ggml.Tensor]:
     """Project x with each of `weights` → [n_out, …] each: in one product where x is one column and they lie one behind the other."""
-    if not g.options.stacked_weights or x.ne[1] * x.ne[2] * x.ne[3] > 1:
+    if not g.stacks or not g.options.stacked_weights or x.ne[1:] != (1, 1, 1):
         return [linear(g, w, x) for w in weights]
-    found = []
-    for whole, neighbours in groupby(weights, key=lambda w: w.view_src):
-        run = list(neighbours)
-        if not fills(whole, run) or any(w in g.scales for w in run):
-            found += [linear(g, w, x) for w in run]
-            continue
-        y = g.mul_mat(whole, x)
-        ends = accumulate(w.ne[1] for w in run)
-        found += [g.view_2d(y, w.ne[1], 1, y.nb[1], y.type.row_size(end - w.ne[1])) for w, end in zip(run, ends)]
+    found, rest = [], tuple(weights)
+    while rest:
+        stack = g.stacks.get(rest[0])
+        if stack and rest[: len(stack.parts)] == stack.parts:
+            y = g.mul_mat(stack.whole, x)
+            found += [g.view_2d(y, n_out, 1, stack.row_size, offset) for n_out, offset in stack.cuts]
+            rest = rest[len(stack.parts) :]
+        else:
+            found.append(linear(g, rest[0], x))
+            rest = rest[1:]
     return found
-
-
-def fills(whole: ggml.Tensor | None, parts: Sequence[ggml.Tensor]) -> bool:
-    """Say whether several `parts` are all the rows of `whole`, one behind the other as they come."""
-    starts = accumulate((w.ne[1] for w in parts), initial=0)
-    return (
-        whole is not None and len(parts) > 1 and sum(w.ne[1] for w in parts) == whole.ne[1]
-        and all(w.view_src == whole and w.view_offs == start * whole.nb[1] for w, start in zip(parts, starts))
-    )  # fmt: skip
 
 
 def linear_id(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor, ids: ggml.Tensor) -> ggml.Tensor:

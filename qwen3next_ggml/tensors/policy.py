@@ -51,7 +51,8 @@ def choose_policy(
     """Return the policy for a file of `nbytes` over this version of ggml, these features of the CPU and `room` bytes of memory.
 
     repack: True, False, kinds joined by "+" such as "dense+head", or "auto", which goes by what was measured. mmap: True, False,
-    or "auto": mapped unless a copy takes a third of the room at most: the file's own pages and others stay too. Raises OptionError for anything else.
+    or "auto": mapped unless a copy takes a third of the room at most, for the file's own pages and others stay too. Raises
+    OptionError for anything else.
     """
     if mmap not in (True, False, "auto"):
         raise OptionError(f"mmap is {mmap!r}, expected True, False or 'auto'")

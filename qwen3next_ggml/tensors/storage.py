@@ -48,6 +48,19 @@ class Item:
     make: Callable[[], np.ndarray] | None = None
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Weights that are rows of one tensor, and where the product of each lies in the product of all: (n_out, byte offset)."""
+
+    whole: ggml.Tensor
+    parts: tuple[ggml.Tensor, ...]
+    cuts: tuple[tuple[int, int], ...]
+
+    @property
+    def row_size(self) -> int:
+        return 4 * sum(n_out for n_out, _ in self.cuts)
+
+
 def create(
     file: GgufFile, weights: Weights, items: list[Item], together: Iterable[Sequence[str]], data: bool, policy: LoadPolicy, n_threads: int
 ) -> None:
@@ -99,8 +112,10 @@ def _declare(ctx: ggml.Context, weights: Weights, items: list[Item], runs: list[
         first, *rest = (item.decl.name.removesuffix(".weight") for item in run)
         name = "+".join([first, *(name.rpartition(".")[2] for name in rest)]) + ".weight"
         whole = ctx.new_tensor(run[0].type, n_in, ends[-1], n_expert, name=name)
-        for item, (_, n_out, _), end in zip(run, shapes, ends):
-            weights.by_name[item.decl.name] = ctx.new_part(whole, end - n_out, n_out, name=item.decl.name)
+        cuts = [(n_out, 4 * (end - n_out)) for (_, n_out, _), end in zip(shapes, ends)]
+        parts = [ctx.new_part(whole, offset // 4, n_out, name=item.decl.name) for item, (n_out, offset) in zip(run, cuts)]
+        weights.by_name |= {part.name: part for part in parts}
+        weights.stacks[parts[0]] = Stack(whole, tuple(parts), tuple(cuts))
 
 
 def size_of(tensor: ggml.Tensor) -> int:

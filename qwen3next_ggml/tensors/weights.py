@@ -19,7 +19,7 @@ from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
 from ..machine import available_memory
 from .policy import LoadPolicy, choose_policy
-from .storage import COPIED, MAPPED, REPACKED, Item, Place, create, size_of
+from .storage import COPIED, MAPPED, REPACKED, Item, Place, Stack, create, size_of
 from .table import Checked, Decl, TensorTable
 
 class Weights:
@@ -31,6 +31,7 @@ class Weights:
     def __init__(self, table: TensorTable, checked: Checked, devices: Sequence[ggml.Device]):
         self.by_name: dict[str, ggml.Tensor] = {}
         self.scales: dict[ggml.Tensor, ggml.Tensor] = {}
+        self.stacks: dict[ggml.Tensor, Stack] = {}  # by their first part
         self.notes: list[str] = []
         self.leftovers = checked.leftovers
         self.mapped_nbytes = self.copied_nbytes = self.repacked_nbytes = 0
@@ -194,6 +195,10 @@ def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[It
             setattr(weights, Decl(name, (), "").attribute, weights.by_name[to])
     for weight, scale in checked.scales.items():
         weights.scales[weights.by_name[weight]] = weights.by_name[scale]
+    for stack in list(weights.stacks.values()):
+        if not weights.scales.keys().isdisjoint(stack.parts):
+            # each product is scaled by itself
+            del weights.stacks[stack.parts[0]]
     for how, counted in _repacked_summary(items).items():
         weights.notes.append(f"{how}: {counted}")
 
