@@ -83,7 +83,7 @@ def create(
             weights._stack.enter_context(buffer).set_usage("weights")
             if policy.huge and place.device.kind == "cpu":
                 ggml.advise_huge_pages(buffer.base, buffer.size)
-            _fill(file, weights, inside, n_threads)
+            _fill(file, weights, inside, runs, n_threads)
         nbytes = sum(size_of(weights.by_name[item.decl.name]) for item in inside)
         setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
 
@@ -135,7 +135,7 @@ def _map(file: GgufFile, weights: Weights, place: Place, items: list[Item], huge
         buffer.place(weights.by_name[item.decl.name], item.info.offset)
 
 
-def _fill(file: GgufFile, weights: Weights, items: list[Item], n_threads: int) -> None:
+def _fill(file: GgufFile, weights: Weights, items: list[Item], runs: list[list[Item]], n_threads: int) -> None:
     """Read tensors into their buffers or have ggml copy and rewrite them, several at once: neither holds the GIL."""
 
     def fill(item: Item) -> None:
@@ -147,8 +147,11 @@ def _fill(file: GgufFile, weights: Weights, items: list[Item], n_threads: int) -
             tensor.set(file.data(info.name) if item.make is None else np.ascontiguousarray(item.make()))
             _forget(file, info)
 
+    # threads that touch new pages of one tensor wait for each other
+    inside = {item.decl.name for run in runs for item in run}
+    parts = [*runs, *([item] for item in items if item.decl.name not in inside)]
     with ThreadPoolExecutor(n_threads) as pool:
-        deque(pool.map(fill, items), maxlen=0)
+        deque(pool.map(lambda part: deque(map(fill, part), maxlen=0), parts), maxlen=0)
 
 
 def _pieces(tensor: ggml.Tensor, memory: memoryview) -> Iterator[memoryview]:
