@@ -39,7 +39,7 @@ def load(
     `device` is a ggml device name or a list over which layers are spread evenly; `ggml` selects the provider;
     `repack` rewrites matrices for the CPU's own kernels, which costs time and a copy: True, False, "auto" (where it was measured
     to pay) or kinds such as "dense+head"; `mmap=False` copies the others into memory, in huge pages where the system has
-    them, "auto" does so where the file is a third of the memory available at most; `weights=False` reads metadata only.
+    them, "auto" does so for small files, and for what every step reads whole; `weights=False` reads metadata only.
     `layers` lists the layers to run in order, `skip` those to leave out, both by their numbers in the file: the model's layers
     are then numbered anew, a repeated one has a state of its own, and there is no NextN block.
     Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.

@@ -1,13 +1,11 @@
 """Which weights are rewritten, copied and mapped, counted: by policy, provider and size of the file."""
 
-from itertools import product
-
 import pytest
 
 import qwen3next_ggml as q
 from qwen3next_ggml.errors import BackendError, OptionError
 from qwen3next_ggml.ggml import device, provider
-from qwen3next_ggml.tensors.policy import KINDS, choose_policy, kind_of
+from qwen3next_ggml.tensors.policy import KINDS, SMALL, choose_policy, kind_of
 
 from .test_tensors import Loaded, checked
 
@@ -44,21 +42,27 @@ def test_every_product_has_a_kind(toys):
     assert {"token_embd", "attn_norm", "ssm_a", "ssm_conv1d"} <= kinds[None]
 
 
-def test_files_are_copied_up_to_a_third_of_the_memory_available(toys, bard):
-    assert not choose_policy("0.25.3", (), 1000, 3000, repack=False, mmap="auto").mmap
-    for room in (2999, 0, None):
-        assert choose_policy("0.25.3", (), 1000, room, repack=False, mmap="auto").mmap
-    for mmap, room in product((True, False), (0, 3000, None)):
-        assert choose_policy("0.25.3", (), 1000, room, repack=False, mmap=mmap).mmap is mmap
+def test_small_files_are_copied_and_of_large_ones_what_every_step_reads_whole(toys, bard, monkeypatch):
+    assert not choose_policy("0.25.3", (), SMALL, repack=False, mmap="auto").mmap
+    assert choose_policy("0.25.3", (), SMALL + 1, repack=False, mmap="auto").mmap
+    for mmap in (True, False):
+        policy = choose_policy("0.25.3", (), SMALL, repack=False, mmap=mmap)
+        assert policy.mmap is mmap and not policy.copied
     with q.load() as model:
-        assert set(model.weights.placed.values()) == {"copied"} and "copied: a step reads huge pages" in model.weights.policy.why
+        assert set(model.weights.placed.values()) == {"copied"} and "copied: below 256 MiB" in model.weights.policy.why
+    monkeypatch.setattr("qwen3next_ggml.tensors.policy.SMALL", 1000)
+    with q.load(repack=False) as model:
+        placed, decls = model.weights.placed, [decl for decl, _ in checked(bard).found]
+        assert {placed[decl.name] for decl in decls if kind_of(decl) in ("dense", "head")} == {"copied"}
+        assert {placed[decl.name] for decl in decls if kind_of(decl) not in ("dense", "head")} == {"mapped"}
+        assert model.weights.blk[0].attn_qkv in model.weights.stacks and model.weights.blk[0].ffn_gate_exps not in model.weights.stacks
     with q.load(mmap=True) as model:
         assert set(model.weights.placed.values()) == {"mapped"}
 
 
 def test_a_file_beyond_the_memory_is_not_asked_into_huge_pages():
-    assert choose_policy("0.25.3", (), 1 << 30, None, repack=False, mmap=True).huge
-    assert not choose_policy("0.25.3", (), 1 << 50, None, repack=False, mmap=True).huge
+    assert choose_policy("0.25.3", (), 1 << 30, repack=False, mmap=True).huge
+    assert not choose_policy("0.25.3", (), 1 << 50, repack=False, mmap=True).huge
 
 
 def test_copies_of_several_threads_are_the_file(toys):
@@ -88,7 +92,7 @@ def test_pages_of_the_file_are_given_back_after_a_copy(toys):
 @pytest.mark.parametrize("repack", ["dense+", "none", 1.5, None, ["dense"]])
 def test_what_is_no_policy_is_refused(repack):
     with pytest.raises(OptionError, match="repack is"):
-        choose_policy("0.25.3", (), 0, None, repack=repack, mmap=True)
+        choose_policy("0.25.3", (), 0, repack=repack, mmap=True)
 
 
 @pytest.mark.parametrize("version, features, dense", [
@@ -100,7 +104,7 @@ def test_what_is_no_policy_is_refused(repack):
 ])  # fmt: skip
 def test_auto_repacks_what_gains_by_it(toys, version, features, dense):
     """Dense products where no tiled kernel takes them as they are, the head where single rows gain, experts never."""
-    policy = choose_policy(version, features, 1000, None, repack="auto", mmap="auto")
+    policy = choose_policy(version, features, 1000, repack="auto", mmap="auto")
     wanted = {"dense": dense, "head": {"q4_0", "iq4_nl"}}
     for decl, _ in checked(toys.file(type="q4_k")).found:
         assert {name for name in ("q4_k", "q4_0", "iq4_nl") if policy.repacks(decl, name)} == wanted.get(kind_of(decl), set())

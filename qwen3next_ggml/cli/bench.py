@@ -64,7 +64,7 @@ varied_options = grouped(
     "varied", Varied,
     several("-lm", "--load-mode", "load_mode", type=Listed(click.Choice(tuple(MMAP))), default="auto",
             help="mmap: leave weights in the mapped file; none: copy them, into huge pages where the system has them; "
-                 "auto: copy up to a third of the memory available"),
+                 "auto: copy small files, and what every step reads whole"),
     several("--repack", "repack", type=Listed(Repack()), default="auto", metavar="0|1|auto,…",
             help="rewrite matrices for the CPU's own kernels; auto: where it was measured to pay"),
     several("-t", "--threads", "n_threads", type=Ranges(1), env="THREADS", help="CPU threads  [default: physical cores]"),

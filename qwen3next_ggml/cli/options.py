@@ -184,7 +184,7 @@ model_options = grouped(
            help="rewrite matrices for the CPU's own kernels at load, which takes time and a copy  [default: where it was measured to pay]"),
     option("--mmap/--no-mmap", default=None, env="MMAP",
            help="leave weights in the mapped file, or copy them into memory, in huge pages where the system has them  "
-                "[default: copy up to a third of the memory available]"),
+                "[default: copy small files, and what every step reads whole]"),
     provider_option,
 )  # fmt: skip
 

@@ -14,6 +14,10 @@ from ..machine import total_memory
 from .table import Decl
 
 KINDS = ("dense", "head", "expert")
+# what is copied in a moment
+SMALL = 256 << 20
+# what every step reads whole; a copy lies in huge pages, which a mapped file has only by luck
+EVERY_STEP = frozenset({"dense", "head"})
 _HEADS = ("output", "nextn_shared_head_head")
 # K-quants and their like; ggml's tiled kernels for x86 take them, from this version on, and pass by what is repacked
 TILED_SINCE, TILED_ON = (0, 25), ("AVX", "AVX2", "AVX512")
@@ -22,13 +26,15 @@ TILED = frozenset("q2_k q3_k q4_k q5_k q6_k iq1_s iq1_m iq2_xxs iq2_xs iq2_s iq3
 
 @dataclass(frozen=True)
 class LoadPolicy:
-    """`repack`: kinds of products whose weights are rewritten → types that are not. `mmap`: what is not rewritten stays mapped.
+    """`repack`: kinds of products whose weights are rewritten → types that are not. `mmap`: what is not rewritten stays mapped,
+    but for the kinds `copied`.
 
     `huge`: ask for huge pages. `why`: the reasons of what was chosen here and not by the caller.
     """
 
     repack: Mapping[str, frozenset[str]]
     mmap: bool
+    copied: frozenset[str]
     huge: bool
     why: str
 
@@ -38,6 +44,11 @@ class LoadPolicy:
         return kind in self.repack and type_name not in self.repack[kind]
 
 
+    def maps(self, decl: Decl) -> bool:
+        """Say whether a weight that is not rewritten stays in the mapped file."""
+        return self.mmap and kind_of(decl) not in self.copied
+
+
 def kind_of(decl: Decl) -> str | None:
     """Return what a weight is multiplied as: "dense", "head" (the product with the whole vocabulary), "expert"; else None."""
     if decl.op == "mul_mat":
@@ -45,22 +56,20 @@ def kind_of(decl: Decl) -> str | None:
     return "expert" if decl.op == "mul_mat_id" else None
 
 
-def choose_policy(
-    version: str, features: Collection[str], nbytes: int, room: int | None, *, repack: bool | str, mmap: bool | str
-) -> LoadPolicy:
-    """Return the policy for a file of `nbytes` over this version of ggml, these features of the CPU and `room` bytes of memory.
+def choose_policy(version: str, features: Collection[str], nbytes: int, *, repack: bool | str, mmap: bool | str) -> LoadPolicy:
+    """Return the policy for a file of `nbytes` over this version of ggml and these features of the CPU.
 
     repack: True, False, kinds joined by "+" such as "dense+head", or "auto", which goes by what was measured. mmap: True, False,
-    or "auto": mapped unless a copy takes a third of the room at most, for the file's own pages and others stay too. Raises
-    OptionError for anything else.
+    or "auto": of files of more than SMALL bytes all is mapped but what every step reads whole. Raises OptionError for anything else.
     """
     if mmap not in (True, False, "auto"):
         raise OptionError(f"mmap is {mmap!r}, expected True, False or 'auto'")
-    why, mapped = [], mmap is True
+    why, mapped, copied = [], mmap is True, frozenset()
     if mmap == "auto":
-        # a copy lies in huge pages, which a mapped file has only by luck
-        mapped = room is None or 3 * nbytes > room
-        why.append("mapped: there is no room for a copy" if mapped else "copied: a step reads huge pages a tenth faster")
+        mapped = nbytes > SMALL
+        copied = EVERY_STEP if mapped else copied
+        rest = "mapped but for what every step reads whole" if mapped else f"copied: below {SMALL >> 20} MiB a moment's work"
+        why.append(f"{rest}; a copy lies in huge pages")
     if repack == "auto":
         kinds, reason = _measured(version, features)
         why.append(reason)
@@ -70,7 +79,7 @@ def choose_policy(
         kinds = dict.fromkeys(repack.split("+") if isinstance(repack, str) else (), frozenset())
         if not kinds or not kinds.keys() <= set(KINDS):
             raise OptionError(f"repack is {repack!r}, expected True, False, 'auto' or kinds of {'+'.join(KINDS)}")
-    return LoadPolicy(MappingProxyType(kinds), mapped, nbytes <= total_memory(), "; ".join(why))
+    return LoadPolicy(MappingProxyType(kinds), mapped, copied, nbytes <= total_memory(), "; ".join(why))
 
 
 def _measured(version: str, features: Collection[str]) -> tuple[dict[str, frozenset[str]], str]:

@@ -17,7 +17,6 @@ from .. import ggml
 from ..errors import OptionError
 from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
-from ..machine import available_memory
 from .policy import LoadPolicy, choose_policy
 from .storage import COPIED, MAPPED, REPACKED, Item, Place, Stack, create, size_of
 from .table import Checked, Decl, TensorTable
@@ -91,7 +90,7 @@ def load_weights(
     """
     nbytes = sum(info.nbytes for info in file.tensors.values())
     version, features = ggml.provider().version, ggml.device("CPU").features
-    policy = choose_policy(version, features, nbytes, available_memory(), repack=repack, mmap=mmap)
+    policy = choose_policy(version, features, nbytes, repack=repack, mmap=mmap)
     checked = table.check(file)
     n_layer = 1 + max((decl.layer for decl in table.decls() if decl.layer is not None), default=0)
     weights = Weights(table, checked, _spread(devices, n_layer))
@@ -137,7 +136,7 @@ class _Planner:
         buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl, type.name) else None
         if buffer_type:
             place = Place(device, REPACKED, buffer_type)
-        elif make is None and self.policy.mmap and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
+        elif make is None and self.policy.maps(decl) and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
             place = Place(device, MAPPED, shard=info.shard)
         else:
             place = Place(device, COPIED)
