@@ -71,9 +71,9 @@ def create(
     for place in dict.fromkeys(item.place for item in items):
         inside = [item for item in items if item.place == place]
         weights.placed |= dict.fromkeys((item.decl.name for item in inside), place.how)
-        runs = _neighbours(inside, together) if place.how == COPIED and place.device.kind == "cpu" else []
-        ctx = weights._stack.enter_context(ggml.Context(len(inside) + len(runs)))
-        _declare(ctx, weights, inside, runs)
+        groups = _grouped(inside, together if place.how == COPIED and place.device.kind == "cpu" else ())
+        ctx = weights._stack.enter_context(ggml.Context(len(inside) + sum(len(group) > 1 for group in groups)))
+        _declare(ctx, weights, groups)
         if not data:
             continue
         if place.how == MAPPED:
@@ -83,29 +83,30 @@ def create(
             weights._stack.enter_context(buffer).set_usage("weights")
             if policy.huge and place.device.kind == "cpu":
                 ggml.advise_huge_pages(buffer.base, buffer.size)
-            _fill(file, weights, inside, runs, n_threads)
+            _fill(file, weights, groups, n_threads)
         nbytes = sum(size_of(weights.by_name[item.decl.name]) for item in inside)
         setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
 
 
-def _neighbours(items: list[Item], together: Iterable[Sequence[str]]) -> list[list[Item]]:
-    """Return runs of two and more that follow each other in a group and can be rows of one tensor."""
+def _grouped(items: list[Item], together: Iterable[Sequence[str]]) -> list[list[Item]]:
+    """Return those that are multiplied together and can be rows of one tensor, in their order, and each other one by itself."""
     by_name = {item.decl.name: item for item in items}
     found = []
     for names in together:
         present = [by_name[name] for name in names if name in by_name]
         runs = (list(run) for _, run in groupby(present, key=lambda item: (item.type, item.decl.ne[0], item.decl.ne[2:])))
         found += [run for run in runs if len(run) > 1]
-    return found
+    inside = {item.decl.name for run in found for item in run}
+    return [*found, *([item] for item in items if item.decl.name not in inside)]
 
 
-def _declare(ctx: ggml.Context, weights: Weights, items: list[Item], runs: list[list[Item]]) -> None:
-    """Create the tensors of `items`, those of each run as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
-    inside = {item.decl.name for run in runs for item in run}
-    for item in items:
-        if item.decl.name not in inside:
+def _declare(ctx: ggml.Context, weights: Weights, groups: list[list[Item]]) -> None:
+    """Create the tensors of each group, several as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
+    for run in groups:
+        if len(run) == 1:
+            [item] = run
             weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
-    for run in runs:
+            continue
         shapes = [(*item.decl.ne, 1, 1)[:3] for item in run]
         ends = list(accumulate(n_out for _, n_out, _ in shapes))
         n_in, _, n_expert = shapes[0]
@@ -135,7 +136,7 @@ def _map(file: GgufFile, weights: Weights, place: Place, items: list[Item], huge
         buffer.place(weights.by_name[item.decl.name], item.info.offset)
 
 
-def _fill(file: GgufFile, weights: Weights, items: list[Item], runs: list[list[Item]], n_threads: int) -> None:
+def _fill(file: GgufFile, weights: Weights, groups: list[list[Item]], n_threads: int) -> None:
     """Read tensors into their buffers or have ggml copy and rewrite them, several at once: neither holds the GIL."""
 
     def fill(item: Item) -> None:
@@ -148,10 +149,8 @@ def _fill(file: GgufFile, weights: Weights, items: list[Item], runs: list[list[I
             _forget(file, info)
 
     # threads that touch new pages of one tensor wait for each other
-    inside = {item.decl.name for run in runs for item in run}
-    parts = [*runs, *([item] for item in items if item.decl.name not in inside)]
     with ThreadPoolExecutor(n_threads) as pool:
-        deque(pool.map(lambda part: deque(map(fill, part), maxlen=0), parts), maxlen=0)
+        deque(pool.map(lambda group: deque(map(fill, group), maxlen=0), groups), maxlen=0)
 
 
 def _pieces(tensor: ggml.Tensor, memory: memoryview) -> Iterator[memoryview]:
