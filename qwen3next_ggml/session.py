@@ -22,11 +22,10 @@ from .graph_cache import GraphCache
 from .graph_view import GraphView, list_graph
 from .history import Checkpoints, History, common_prefix
 from .memory import MIB, HybridMemory, Plan
+from .memory.kv_cache import N_PAD, padded
 from .one_token import OneToken
 from .probes import Capture, Probes
 from .session_file import save
-
-N_PAD = 256
 
 
 class Session:
@@ -55,7 +54,7 @@ class Session:
             check_head(model)
         self.model = model
         self.hparams = hp = model.hparams
-        self.n_ctx = -(-(n_ctx or hp.n_ctx_train) // N_PAD) * N_PAD
+        self.n_ctx = padded(n_ctx or hp.n_ctx_train)
         self.n_seq_max = n_seq_max
         self.n_ubatch = min(n_ubatch, self.n_ctx)
         self.checkpoint_every = checkpoint_every
@@ -373,7 +372,7 @@ class Session:
         limit = 1 if self._one_by_one else self.n_ubatch
         if not 1 <= n_tokens <= limit:
             raise OptionError(f"n_tokens is {n_tokens}; this session computes 1 to {limit} tokens at once")
-        n_kv = min(self.n_ctx, -(-(self.n_past() + n_tokens) // N_PAD) * N_PAD)
+        n_kv = min(self.n_ctx, padded(self.n_past() + n_tokens))
         keep = self.memory.recurrent.keep(n_tokens)
         head = None if keep else self.memory.recurrent.head([0])
         sizes = Sizes(n_tokens, 1, 1, n_kv, head, keep, hidden=self.drafter is not None)

@@ -82,10 +82,10 @@ def _view(path, geometry, type_, ggml, chosen, *, n_tokens, n_depth, n_ctx, mtp,
 
 def _context(n_ctx: int | None, taken: int, hp) -> int:
     """Return how many cells a session of -c has, rounded up as it does; without -c at least those that are `taken`."""
-    from ..memory.kv_cache import N_PAD
+    from ..memory.kv_cache import padded
 
     wanted = max(N_CTX, taken) if n_ctx is None else n_ctx or hp.n_ctx_train
-    holds = -(-wanted // N_PAD) * N_PAD
+    holds = padded(wanted)
     if holds < taken:
         raise OptionError(f"a context of {holds} tokens does not hold the {taken} that --n-depth and --tokens come to")
     return holds

@@ -12,7 +12,7 @@ from ..graph.key import GraphKey, node_budget
 from ..graph.options import GraphOptions
 from ..graph.patch import patched
 from ..graph.state import GraphState, KvSpec, RecurrentSpec
-from ..memory.kv_cache import N_PAD, KvCache
+from ..memory.kv_cache import KvCache, padded
 from ..memory.recurrent import RecurrentMemory
 from .costs import VIEW_OPS, Shaped, barriers, flops, traffic
 from .lines import LineRecorder
@@ -32,7 +32,7 @@ def outline(
         raise OptionError(f"a graph for {n_tokens} tokens after {n_past}: at least 1 after at least 0 are needed")
     if mtp and not model.hparams.n_layer_nextn:
         raise OptionError("this model has no NextN block")
-    n_kv = -(-(n_past + n_tokens) // N_PAD) * N_PAD
+    n_kv = padded(n_past + n_tokens)
     options = options.for_cache(type_v, 1)
     specs = model.arch.state_specs(model.hparams, mtp=True) if mtp else model.arch.state_specs(model.hparams)
     with ggml.Context(3 * len(specs)) as ctx:

@@ -18,6 +18,11 @@ N_PAD = 256  # n_kv grows in such steps, so that a graph serves 256 decode steps
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
+def padded(n: int) -> int:
+    """Return `n` cells rounded up to whole steps."""
+    return -(-n // N_PAD) * N_PAD
+
+
 class KvCache:
     """Own the caches, know which cell holds what, and say what a ubatch may see.
 
@@ -83,7 +88,7 @@ class KvCache:
         return self._padded(max(self._top, int(cells[-1]) + 1))
 
     def _padded(self, n: int) -> int:
-        return min(self.n_cells, -(-n // N_PAD) * N_PAD)
+        return min(self.n_cells, padded(n))
 
     # one more token of the only sequence that has cells
 

@@ -20,9 +20,10 @@ from ..graph.options import GraphOptions
 from ..graph_view import GraphView
 from ..graph_view.records import KERNEL, VIEW
 from ..machine import available_cpus
+from ..memory.kv_cache import padded
 from ..model import embedded_model, load
 from ..reference import STATES, ReferenceModel, hparams_from_metadata
-from ..session import N_PAD, Session
+from ..session import Session
 from .recording import LAST, TOKENS, Recording, Value, merge, trimmed
 
 SESSION, LLAMA, FLOAT64 = "session", "llama.cpp", "float64"
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def n_ctx(self) -> int:
-        return -(-len(self.tokens) // N_PAD) * N_PAD
+        return padded(len(self.tokens))
 
     def ubatches(self, most: int) -> list[int]:
         """Return how many tokens each ubatch has when none has more than `most`."""
