@@ -13,6 +13,8 @@ import numpy as np
 from .errors import OptionError
 
 WANTS = ("last", "all", "none")
+N_UBATCH, MAX_UBATCH = 512, 2048
+FULL_TILES = 32  # tokens per expert from which tiled kernels gain little by more (docs/log.md)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +66,16 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
     if bad.size:
         raise OptionError(f"sequence {seq}: token {out[bad[0]]} at index {bad[0]} is outside the vocabulary of {n_vocab}")
     return np.ascontiguousarray(out, np.int32)
+
+
+def best_ubatch(n_expert: int, n_expert_used: int, *, tiled: bool) -> int:
+    """Return how many tokens are best computed at once: N_UBATCH, as in llama.cpp, or up to MAX_UBATCH for `tiled` kernels, whose tiles
+    of 16 tokens stay half empty where each of many experts gets few of them.
+    """
+    n = N_UBATCH
+    while tiled and n < MAX_UBATCH and n * n_expert_used < FULL_TILES * n_expert:
+        n *= 2
+    return n
 
 
 def split_equal(

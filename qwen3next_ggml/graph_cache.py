@@ -71,7 +71,7 @@ class GraphCache:
         budget = self._budget(key)
         ctx = ggml.Context(budget, graph_size=budget)
         graph = ggml.Graph(ctx, budget // 3 if key.captures else budget)
-        g = self.builder(ctx, graph, key.options, scales=weights.scales, stacks=weights.stacks, on_name=patched(key.patches))
+        g = self.builder(ctx, graph, key.options, on_name=patched(key.patches), **weights.for_graphs)
         emit = arch.build_arch_graph_mtp if key.mtp else arch.build_arch_graph
         logits = emit(g, hp, weights, Inputs(g, key.sizes, **arch.inputs(hp)), self.state)
         hidden = g.outputs.get("h_nextn")

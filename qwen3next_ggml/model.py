@@ -109,6 +109,13 @@ class Model:
         whole = fingerprint(self.file)
         return whole if self.layers is None else sha256(f"{whole} {self.layers}".encode()).hexdigest()
 
+    @cached_property
+    def tiles_experts(self) -> bool:
+        """Say whether ggml multiplies the experts by tiles of many tokens."""
+        experts, weights = self.weights.blk[0].ffn_down_exps, self.weights
+        stored = experts.type.name in weights.policy.tiled and weights.placed[experts.name] != "repacked"
+        return stored and all(device.kind == "cpu" for device in self.devices)
+
     def device_index(self, il: int) -> int:
         """Return which of `devices` layer `il` lives on."""
         return self.devices.index(self.layer_devices[il])

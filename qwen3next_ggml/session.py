@@ -11,7 +11,7 @@ from math import isfinite
 import numpy as np
 
 from . import ggml
-from .batch import UBatch, check_tokens, split_equal
+from .batch import UBatch, best_ubatch, check_tokens, split_equal
 from .drafter import Drafter, check_head
 from .errors import NonFinite, OptionError, StateError
 from .graph.inputs import Sizes
@@ -31,9 +31,9 @@ from .session_file import save
 class Session:
     """Hold the state of up to `n_seq_max` sequences of one model and decode tokens into it.
 
-    `n_ctx` cells (rounded up to 256; 0 = what the model was trained for) are shared by all sequences. `n_rollback`
-    older states are kept per sequence, so that `rewind` by as many tokens costs nothing; every `checkpoint_every`
-    tokens (0 = never) the recurrent states are copied to the host, `checkpoint_mib` at most, oldest dropped first.
+    `n_ctx` cells (rounded up to 256; 0 = what the model was trained for) are shared by all sequences. `n_ubatch` tokens are computed
+    at once (None: what `best_ubatch` says). `n_rollback` older states are kept per sequence, so that `rewind` by as many tokens costs
+    nothing; every `checkpoint_every` tokens (0 = never) the recurrent states are copied to the host, `checkpoint_mib` at most.
     `mtp` keeps what the NextN head needs, so that `drafter` can guess tokens. `graph` is "auto", "plain" (llama.cpp's
     own graph), "lean" or a GraphOptions. `kv_device` is where K, V and recurrent states are kept, and what reads or writes
     them is computed; None is each layer's own device. Raises OptionError for a value that means nothing, BackendError when the state
@@ -41,13 +41,13 @@ class Session:
     """
 
     def __init__(
-        self, model, *, n_ctx: int = 4096, n_seq_max: int = 1, n_ubatch: int = 512, type_k: str = "f16",
+        self, model, *, n_ctx: int = 4096, n_seq_max: int = 1, n_ubatch: int | None = None, type_k: str = "f16",
         type_v: str = "f16", flash_attn: bool | str = "auto", n_rollback: int = 0, checkpoint_every: int = 0,
         checkpoint_mib: int = 1024, mtp: bool = False, delta_net: str = "auto", graph: str | GraphOptions = "auto",
         kv_device: str | None = None, n_threads: int | None = None,
     ):  # fmt: skip
-        _check_sizes(n_ctx=(n_ctx, 0), n_seq_max=(n_seq_max, 1), n_ubatch=(n_ubatch, 1), n_rollback=(n_rollback, 0),
-                     checkpoint_every=(checkpoint_every, 0), checkpoint_mib=(checkpoint_mib, 0))  # fmt: skip
+        _check_sizes(n_ctx=(n_ctx, 0), n_seq_max=(n_seq_max, 1), n_rollback=(n_rollback, 0), checkpoint_every=(checkpoint_every, 0),
+                     n_ubatch=(1 if n_ubatch is None else n_ubatch, 1), checkpoint_mib=(checkpoint_mib, 0))  # fmt: skip
         # what was asked for, not what it came to: elsewhere "auto" may come to something else
         self.settings = {name: x for name, x in locals().items() if name not in ("self", "model", "n_threads")}
         if mtp:
@@ -56,12 +56,14 @@ class Session:
         self.hparams = hp = model.hparams
         self.n_ctx = padded(n_ctx or hp.n_ctx_train)
         self.n_seq_max = n_seq_max
-        self.n_ubatch = min(n_ubatch, self.n_ctx)
         self.checkpoint_every = checkpoint_every
         state_devices = model.layer_devices if kv_device is None else [ggml.device(kv_device)] * len(model.layer_devices)
         devices = list(dict.fromkeys([*model.devices, *state_devices]))
-        resolved = resolve_options(graph, delta_net, flash_attn, model.hparams, devices, n_ctx=self.n_ctx)
+        resolved = resolve_options(graph, delta_net, flash_attn, hp, devices, n_ctx=self.n_ctx)
         self.options = resolved.for_cache(type_v, n_seq_max)
+        # without the fused op all of q·k is in memory at once, and so is a state for each checkpoint of a ubatch
+        tiled = model.tiles_experts and resolved.flash_attn and not checkpoint_every
+        self.n_ubatch = min(n_ubatch or best_ubatch(hp.n_expert, hp.n_expert_used, tiled=tiled), self.n_ctx)
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
         # the most a ubatch can have: the first of them as early as can be

@@ -107,9 +107,10 @@ def _name(at: tuple[str, int], among) -> str:
 
 
 def _about(session, patterns: Sequence[str], n_tokens: int, axes: Mapping[str, int | None]) -> dict[str, str]:
-    model = session.model
+    # whoever computes the same again wants the same ubatches
+    model, options = session.model, session.settings | {"n_ubatch": session.n_ubatch}
     about = {
         "model": os.path.basename(model.file.path), "arch": model.file.arch, "fingerprint": model.fingerprint, "n_tokens": n_tokens,
-        "capture": list(patterns), "token_axes": axes, "options": {name: x if isinstance(x, (str, int, bool)) else repr(x) for name, x in session.settings.items()},
+        "capture": list(patterns), "token_axes": axes, "options": {name: x if isinstance(x, (str, int, bool)) else repr(x) for name, x in options.items()},
     }  # fmt: skip
     return {"format": FORMAT, "version": VERSION, "trace": json.dumps(about)}

@@ -30,7 +30,7 @@ def test_a_policy_repacks_its_kinds_and_no_others(toys, asked, kinds):
     path = toys.file(type="q4_k", n_vocab=104)  # a multiple of 8 rows, as the repacked layouts want
     with Loaded(path, repack=asked) as w:
         assert repacked(w) == names_of(path, *kinds)
-        assert w.planned.get("repacked", 0) == w.repacked_nbytes == sum(w.by_name[name].nbytes for name in repacked(w))
+        assert not w.repacked and w.planned["repacked"] == sum(w.by_name[name].nbytes for name in repacked(w))
 
 
 def test_every_product_has_a_kind(toys):
@@ -86,7 +86,7 @@ def test_pages_of_the_file_are_given_back_after_a_copy(toys):
                 start = line.rstrip().endswith(str(path))
             elif start and line.startswith("Rss:"):
                 resident += int(line.split()[1]) << 10
-    assert w.copied_nbytes > 4 << 20 and resident < size / 4
+    assert w.planned["copied"] > 4 << 20 and resident < size / 4
 
 
 @pytest.mark.parametrize("repack", ["dense+", "none", 1.5, None, ["dense"]])
@@ -95,31 +95,48 @@ def test_what_is_no_policy_is_refused(repack):
         choose_policy("0.25.3", (), 0, repack=repack, mmap=True)
 
 
-@pytest.mark.parametrize("version, features, dense", [
-    ("0.15.3", ("AVX2",), {"q4_k", "q4_0", "iq4_nl"}),
-    ("0.20.2", ("AVX2",), {"q4_k", "q4_0", "iq4_nl"}),
-    ("0.25.3", ("AVX2",), {"q4_0", "iq4_nl"}),
-    ("0.25.3-dirty", ("NEON",), {"q4_k", "q4_0", "iq4_nl"}),
-    ("1.0.0", ("AVX512",), {"q4_0", "iq4_nl"}),
+@pytest.mark.parametrize("version, features, kept", [
+    ("0.15.3", ("AVX2",), set()),
+    ("0.20.2", ("AVX2",), set()),
+    ("0.25.3", ("AVX2",), {"q4_k"}),
+    ("0.25.3-dirty", ("NEON",), set()),
+    ("1.0.0", ("AVX512",), {"q4_k"}),
 ])  # fmt: skip
-def test_auto_repacks_what_gains_by_it(toys, version, features, dense):
-    """Dense products where no tiled kernel takes them as they are, the head where single rows gain, experts never."""
+def test_auto_repacks_what_gains_by_it(toys, version, features, kept):
+    """Dense products and the head, never experts; beside the stored ones where tiled kernels take those."""
     policy = choose_policy(version, features, 1000, repack="auto", mmap="auto")
-    wanted = {"dense": dense, "head": {"q4_0", "iq4_nl"}}
     for decl, _ in checked(toys.file(type="q4_k")).found:
-        assert {name for name in ("q4_k", "q4_0", "iq4_nl") if policy.repacks(decl, name)} == wanted.get(kind_of(decl), set())
-    assert policy.why
+        assert policy.repacks(decl) == (kind_of(decl) in ("dense", "head"))
+    assert {name for name in ("q4_k", "q4_0", "iq4_nl", "mxfp4") if policy.keeps(name)} == kept and policy.why
+    asked = choose_policy(version, features, 1000, repack="dense", mmap="auto")
+    assert not asked.keeps("q4_k") and asked.tiled == policy.tiled
+
+
+def keeps(type):
+    """Say whether over this provider weights of a type are held twice."""
+    return type == "q4_k" and provider().version.startswith("0.25") and "AVX2" in device("CPU").features
 
 
 @pytest.mark.parametrize("type", ["q4_k", "q4_0"])
 def test_auto_on_this_provider(toys, type):
-    """Counted: what is rewritten follows from the type and the version of ggml this runs over."""
+    """Counted: what is rewritten, and whether instead of the stored weight, follows from the type and the version of ggml this runs over."""
     path = toys.file(type=type, geometry="tiny-q", n_vocab=104)
-    tiled = type == "q4_k" and provider().version.startswith("0.25") and "AVX2" in device("CPU").features
-    kinds = () if tiled else ("dense",) if type == "q4_k" else ("dense", "head")
-    with Loaded(path, repack="auto") as auto, Loaded(path, repack=True) as full:
-        assert repacked(auto) == {name for name in repacked(full) if kind_of(decls_of(path)[name]) in kinds}
-        assert len(repacked(auto)) == {0: 0, 1: 28, 2: 29}[len(kinds)] and not any("exps" in name for name in repacked(auto))
+    with Loaded(path, repack="auto") as auto, Loaded(path, repack=True) as full, Loaded(path) as stored:
+        wanted = {name for name in repacked(full) if kind_of(decls_of(path)[name]) in ("dense", "head")}
+        assert len(wanted) == 29 and not any("exps" in name for name in wanted)
+        twice = {weight.name for weight in auto.repacked}
+        assert (repacked(auto), twice) == ((set(), wanted) if keeps(type) else (wanted, set()))
+        assert all(weight.name == other.name and weight.ne == other.ne for weight, other in auto.repacked.items())
+        assert auto.planned.total() - stored.planned.total() == sum(weight.nbytes for weight in auto.repacked)
+
+
+def test_what_is_held_twice_stays_mapped(toys, monkeypatch):
+    """Only many tokens at a time read the stored one; types without a layout of their own are copied as before."""
+    monkeypatch.setattr("qwen3next_ggml.tensors.policy.SMALL", 1000)
+    with Loaded(toys.file(type="q4_k", geometry="tiny-q", n_vocab=104), repack="auto", mmap="auto") as w:
+        wanted = "mapped" if keeps("q4_k") else "repacked"
+        assert {w.placed[name] for name in ("blk.0.attn_qkv.weight", "output.weight")} == {wanted}
+        assert w.placed["blk.0.ffn_gate_inp.weight"] == "copied" and w.placed["blk.0.ffn_up_exps.weight"] == "mapped"
 
 
 def test_rewritten_weights_are_not_read_back(toys):

@@ -34,7 +34,19 @@ def test_copied_weights_lie_one_behind_the_other(toys, type):
                 assert [part.view_offs // stack.whole.nb[1] for part in parts] == [offset // 4 for _, offset in stack.cuts]
         assert len(w.stacks) == 5 * 4 and not mapped.stacks
         assert all(np.array_equal(value, mapped.by_name[name].get()) for name, value in values_of(w).items())
-        assert w.copied_nbytes == mapped.mapped_nbytes + mapped.copied_nbytes == sum(w.planned.values())
+        assert w.planned["copied"] == mapped.planned["mapped"] + mapped.planned["copied"] == sum(w.planned.values())
+
+
+def test_rewritten_weights_lie_one_behind_the_other(toys):
+    """The matrices do; of many in one tensor a part would be no tensor."""
+    path = toys.file(type="q4_k", geometry="tiny-q", n_vocab=104)
+    with Loaded(path, repack=True) as w:
+        for il, groups in GROUPS.items():
+            for names in groups:
+                parts = of(w, il, *names)
+                stack = w.stacks.get(parts[0])
+                assert (stack is not None) == (w.placed[parts[0].name] == "repacked" and parts[0].ne[2] == 1), names
+                assert stack is None or all(part.view_src == stack.whole for part in stack.parts)
 
 
 @pytest.mark.parametrize("name, il, names", [
@@ -46,6 +58,18 @@ def test_other_types_lie_apart(toys, tmp_path, name, il, names):
     with Loaded(half, mmap=False) as w:
         assert getattr(w.blk[il], name.split(".")[2]).view_src is None
         assert (of(w, il, *names)[0] in w.stacks) == (il == 3)
+
+
+@pytest.mark.parametrize("repack", [True, "auto"])
+def test_one_product_of_rewritten_weights_is_the_same_to_the_bit(toys, repack):
+    path = toys.file(type="q4_k", geometry="tiny-q", n_vocab=104)
+    with qwen3next_ggml.load(path, repack=repack, n_threads=1) as model:
+        assert np.array_equal(logits(model, LEAN), logits(model, LEAN.but(stacked_weights=False)))
+        kernels = []
+        for options in (LEAN, LEAN.but(stacked_weights=False)):
+            with model.session(n_ctx=256, graph=options) as s:
+                kernels.append(s.graph(1).stats()["kernels"])
+        assert kernels[0] < kernels[1]
 
 
 def logits(model, options):

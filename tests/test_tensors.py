@@ -91,8 +91,8 @@ def test_values_equal_the_file(toys, type, mmap):
     path = toys.file(type=type)
     with Loaded(path, mmap=mmap) as w:
         assert_equal_values(values_of(w), read_arrays(path))
-        assert (w.mapped_nbytes > 0, w.copied_nbytes > 0) == (mmap, not mmap)
-        assert w.nbytes == sum(tensor.type.row_size(tensor.nelements) for tensor in w.by_name.values())
+        assert (w.planned["mapped"] > 0, w.planned["copied"] > 0) == (mmap, not mmap)
+        assert w.planned.total() == sum(tensor.type.row_size(tensor.nelements) for tensor in w.by_name.values())
 
 
 def test_mapped_weights_lie_in_the_file(toys):
@@ -104,20 +104,20 @@ def test_mapped_weights_lie_in_the_file(toys):
 def test_a_split_set_is_mapped_file_by_file(toys, tmp_path):
     files = edit_gguf(toys.t0, tmp_path / "t.gguf", split=20)
     with Loaded(files[1]) as w:
-        assert w.copied_nbytes == 0
+        assert w.planned["copied"] == 0
         assert_equal_values(values_of(w), read_arrays(toys.t0))
 
 
 def test_misaligned_tensors_are_copied(toys):
     path = toys.file(metadata={"general.alignment": 8})
     with Loaded(path) as w:
-        assert w.copied_nbytes and w.mapped_nbytes
+        assert w.planned["copied"] and w.planned["mapped"]
         assert_equal_values(values_of(w), read_arrays(path))
 
 
 def test_without_data_there_are_only_shapes(toys):
     with Loaded(toys.t0, data=False) as w, Loaded(toys.t0) as full:
-        assert w.nbytes == 0 and all(tensor.data == 0 for tensor in w.by_name.values())
+        assert w.planned == full.planned and all(tensor.data == 0 for tensor in w.by_name.values())
         assert {n: (t.ne, t.type) for n, t in w.by_name.items()} == {n: (t.ne, t.type) for n, t in full.by_name.items()}
 
 
@@ -144,7 +144,7 @@ def test_weights_are_ready_before_they_are_read(tmp_path):
     started = time.process_time()
     with GgufFile.open(path) as file, load_weights(file, table, ggml.device("CPU")) as w:
         assert time.process_time() - started < 1
-        assert w.mapped_nbytes > 10 * 2**30 and w.copied_nbytes == 0
+        assert w.planned["mapped"] > 10 * 2**30 and w.planned["copied"] == 0
 
 
 # --- layouts
@@ -376,10 +376,10 @@ def test_repacking_changes_speed_only(toys):
     path = toys.file(type="q4_k")
     x = np.random.default_rng(0).standard_normal((7, 256), np.float32)
     with Loaded(path, repack=False) as mapped, Loaded(path, repack="dense+head") as dense, Loaded(path, repack=True) as full:
-        assert mapped.repacked_nbytes == 0
-        assert full.mapped_nbytes + full.repacked_nbytes == dense.mapped_nbytes + dense.repacked_nbytes == mapped.nbytes
+        assert mapped.planned["repacked"] == 0
+        assert full.planned["mapped"] + full.planned["repacked"] == dense.planned["mapped"] + dense.planned["repacked"] == mapped.planned.total()
         experts = sum(t.nbytes for name, t in full.by_name.items() if "_exps" in name)
-        assert full.repacked_nbytes == dense.repacked_nbytes + experts > experts
+        assert full.planned["repacked"] == dense.planned["repacked"] + experts > experts
         assert any(note.startswith("repacked as CPU_") and "q4_k" in note for note in full.notes)
         # rows are looked up in the embedding, which needs them as they were
         assert np.array_equal(full.token_embd.get(), mapped.token_embd.get())
@@ -393,12 +393,12 @@ def test_a_tied_head_is_not_repacked(toys):
     sizes = dict(type="q4_k", n_vocab=104)  # a multiple of 8 rows, as the repacked layouts want
     with Loaded(toys.file(**sizes, tied=True), repack=True) as w, Loaded(toys.file(**sizes), repack=True) as untied:
         assert w.output == w.token_embd and w.output.get().shape == (104, 256)
-        assert untied.repacked_nbytes - w.repacked_nbytes == untied.output.nbytes
+        assert untied.planned["repacked"] - w.planned["repacked"] == untied.output.nbytes
 
 
 def test_f32_weights_stay_mapped(toys):
     with Loaded(toys.t0, repack=True) as w:
-        assert w.repacked_nbytes == 0 and w.copied_nbytes == 0
+        assert w.planned["repacked"] == 0 and w.planned["copied"] == 0
 
 
 def test_repack_wants_a_value_it_knows(toys):

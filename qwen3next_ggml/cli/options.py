@@ -198,7 +198,7 @@ class SessionOptions:
 
     n_ctx: int
     n_batch: int
-    n_ubatch: int
+    n_ubatch: int | None
     n_threads: int | None
     type_k: str
     type_v: str
@@ -219,8 +219,11 @@ class SessionOptions:
 
     def settings(self) -> dict:
         """Return these options as `Model.session` spells them."""
+        from ..batch import MAX_UBATCH, N_UBATCH
+
+        chosen = self.n_ubatch is None and self.n_batch >= MAX_UBATCH
         return dict(
-            n_ctx=self.n_ctx, n_ubatch=min(self.n_batch, self.n_ubatch), n_threads=self.n_threads, type_k=self.type_k,
+            n_ctx=self.n_ctx, n_ubatch=None if chosen else min(self.n_batch, self.n_ubatch or N_UBATCH), n_threads=self.n_threads, type_k=self.type_k,
             type_v=self.type_v, flash_attn=self.flash_attn, kv_device=None if self.kv_offload else "CPU", graph=self.graph,
             delta_net=self.delta_net,
         )  # fmt: skip
@@ -240,8 +243,8 @@ def sized_session_options(*, n_ctx: int) -> Callable:
         option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=0), default=n_ctx, env="CTX_SIZE",
                help="tokens the context holds; 0: as many as the model was trained on"),
         option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=2048, env="BATCH", help="upper limit of -ub"),
-        option("-ub", "--ubatch-size", "n_ubatch", type=click.IntRange(min=1), default=512, env="UBATCH",
-               help="tokens computed at once"),
+        option("-ub", "--ubatch-size", "n_ubatch", type=click.IntRange(min=1), env="UBATCH",
+               help="tokens computed at once  [default: 512, or up to 2048 where ggml's kernels for many experts need them]"),
         option("-t", "--threads", "n_threads", type=click.IntRange(min=1), env="THREADS",
                help="CPU threads  [default: all this process may use]"),
         option("-ctk", "--cache-type-k", "type_k", type=click.Choice(CACHE_TYPES), default="f16", env="CACHE_TYPE_K",

@@ -26,7 +26,7 @@ def expect_shape(x: ggml.Tensor, what: str, *wanted: int) -> None:
 class GraphBuilder(ggml.Ops):
     """Build one ggml graph: every op of `ggml.Ops`, plus `name`, `input` and `expand`.
 
-    `scales` maps a weight to its per-tensor scale, `stacks` to those that lie behind it; `on_name` sees every named value and may replace it.
+    `scales` maps a weight to its per-tensor scale, `stacks` to those that lie behind it, `repacked` to itself in another layout; `on_name` sees every named value and may replace it.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class GraphBuilder(ggml.Ops):
         *,
         scales: dict | None = None,
         stacks: dict | None = None,
+        repacked: dict | None = None,
         on_name: Callable | None = None,
     ):
         super().__init__(context)
@@ -44,6 +45,7 @@ class GraphBuilder(ggml.Ops):
         self.options = options
         self.scales = scales or {}
         self.stacks = stacks or {}
+        self.repacked = repacked or {}
         self.inputs: dict[str, ggml.Tensor] = {}
         self.constants: dict[str, np.ndarray] = {}
         self.outputs: dict[str, ggml.Tensor] = {}

@@ -1,9 +1,13 @@
 """The one way a projection enters a graph (level 5)."""
 
 from collections.abc import Sequence
+from math import prod
 
 from .. import ggml
 from .builder import GraphBuilder
+
+# from here on ggml's tiled kernels overtake those over rewritten weights (docs/log.md)
+FEW_COLUMNS = 32
 
 
 def linear(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
@@ -11,7 +15,7 @@ def linear(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
 
     Mirrors llama.cpp's `build_lora_mm`.
     """
-    y = g.mul_mat(w, x)
+    y = g.mul_mat(_form(g, w, x), x)
     scale = g.scales.get(w) if g.scales else None
     return y if scale is None else g.mul(y, scale)
 
@@ -20,17 +24,25 @@ def linears(g: GraphBuilder, weights: Sequence[ggml.Tensor], x: ggml.Tensor) -> 
     """Project x with each of `weights` → [n_out, …] each: in one product where x is one column and they lie one behind the other."""
     if not g.stacks or not g.options.stacked_weights or x.ne[1:] != (1, 1, 1):
         return [linear(g, w, x) for w in weights]
-    found, rest = [], tuple(weights)
+    found, rest = [], list(weights)
     while rest:
-        stack = g.stacks.get(rest[0])
-        if stack and rest[: len(stack.parts)] == stack.parts:
+        stack = g.stacks.get(_form(g, rest[0], x))
+        n = len(stack.parts) if stack else 1
+        if stack and tuple(_form(g, w, x) for w in rest[:n]) == stack.parts:
             y = g.mul_mat(stack.whole, x)
             found += [g.view_2d(y, n_out, 1, stack.row_size, offset) for n_out, offset in stack.cuts]
-            rest = rest[len(stack.parts) :]
         else:
+            n = 1
             found.append(linear(g, rest[0], x))
-            rest = rest[1:]
+        del rest[:n]
     return found
+
+
+def _form(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
+    """Return w, or the same rewritten where that is faster with the columns of x."""
+    _, n_columns, *more = x.ne
+    few = g.options.repacked_few and n_columns * prod(more) <= FEW_COLUMNS
+    return g.repacked.get(w, w) if few else w
 
 
 def linear_id(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor, ids: ggml.Tensor) -> ggml.Tensor:

@@ -29,6 +29,7 @@ class GraphOptions:
     kept transposed for it, and turned for flash attention.
     `conv_in_parts`: join old and new columns of the convolution in several parts, as threads share parts only.
     `stacked_weights`: multiply one column once with weights that lie one behind the other, and cut the result; the experts' with any.
+    `repacked_few`: multiply few columns with weights rewritten for the CPU's kernels, where they are held beside the stored ones.
     `fewer_conts`: let elementwise ops read strided views, and gate in one op, instead of copying views first.
     """
 
@@ -48,6 +49,7 @@ class GraphOptions:
     grouped_attn: bool = False
     conv_in_parts: bool = False
     stacked_weights: bool = False
+    repacked_few: bool = False
 
     def __post_init__(self):
         if self.delta_net not in DELTA_NETS:
@@ -73,6 +75,6 @@ PLAIN = GraphOptions()
 LEAN = GraphOptions(
     prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
     finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
-    grouped_attn=True, conv_in_parts=True, stacked_weights=True,
+    grouped_attn=True, conv_in_parts=True, stacked_weights=True, repacked_few=True,
 )
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

@@ -57,7 +57,7 @@ def list_graph(model, state: GraphState, key: GraphKey, *, lines: bool = False) 
     with ggml.Context(budget, graph_size=budget) as ctx:
         graph = ggml.Graph(ctx, budget)
         make = LineRecorder if lines else GraphBuilder
-        g = make(ctx, graph, key.options, scales=weights.scales, stacks=weights.stacks, on_name=patched(key.patches))
+        g = make(ctx, graph, key.options, on_name=patched(key.patches), **weights.for_graphs)
         emit = arch.build_arch_graph_mtp if key.mtp else arch.build_arch_graph
         emit(g, hp, weights, Inputs(g, sizes, **arch.inputs(hp)), state)
         layer_of = g.node_layers()

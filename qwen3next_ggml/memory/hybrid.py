@@ -72,6 +72,8 @@ class HybridMemory:
             for spec in mine:
                 owner[type(spec)].declare(ctx, spec)
             buffer = self._owned.enter_context(ggml.alloc_tensors(ctx, device.buffer_type()))
+            if device.kind == "cpu":
+                ggml.advise_huge_pages(buffer.base, buffer.size)
             # a masked cell still takes part in sums as 0·v, so it must never hold NaN
             buffer.clear(0)
             self.recurrent.bind(ctx)

@@ -5,9 +5,8 @@ Knows what was measured of ggml's versions and what a weight is used for; knows 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ..errors import OptionError
 from ..machine import total_memory
@@ -16,37 +15,42 @@ from .table import Decl
 KINDS = ("dense", "head", "expert")
 # what is copied in a moment
 SMALL = 256 << 20
-# what every step reads whole; a copy lies in huge pages, which a mapped file has only by luck
+# what every step reads whole, and cheap to rewrite: experts are most of the bytes, take seconds per gigabyte and are multiplied row by
+# row afterwards. A copy lies in huge pages, which a mapped file has only by luck
 EVERY_STEP = frozenset({"dense", "head"})
 _HEADS = ("output", "nextn_shared_head_head")
-# K-quants and their like; ggml's tiled kernels for x86 take them, from this version on, and pass by what is repacked
+# K-quants and their like; ggml's tiled kernels for x86 take them, from this version on, and pass by what is repacked. They win where
+# a product has some tens of columns, rewritten weights where it has few: both are kept
 TILED_SINCE, TILED_ON = (0, 25), ("AVX", "AVX2", "AVX512")
 TILED = frozenset("q2_k q3_k q4_k q5_k q6_k iq1_s iq1_m iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq4_xs".split())
 
 
 @dataclass(frozen=True)
 class LoadPolicy:
-    """`repack`: kinds of products whose weights are rewritten → types that are not. `mmap`: what is not rewritten stays mapped,
-    but for the kinds `copied`.
+    """`repack`: kinds of products whose weights are rewritten. `mmap`: what is not rewritten stays mapped, but for the kinds `copied`.
 
-    `huge`: ask for huge pages. `why`: the reasons of what was chosen here and not by the caller.
+    `tiled`: types that ggml multiplies by tiles as they are stored; where `both` is set, they are kept beside the rewritten ones. `huge`: ask for huge pages. `why`: the reasons of what was chosen here and not by the caller.
     """
 
-    repack: Mapping[str, frozenset[str]]
+    repack: frozenset[str]
+    tiled: frozenset[str]
+    both: bool
     mmap: bool
     copied: frozenset[str]
     huge: bool
     why: str
 
-    def repacks(self, decl: Decl, type_name: str) -> bool:
+    def repacks(self, decl: Decl) -> bool:
         """Say whether a weight is to be rewritten, where the device has a layout for its type."""
-        kind = kind_of(decl)
-        return kind in self.repack and type_name not in self.repack[kind]
+        return kind_of(decl) in self.repack
 
+    def keeps(self, type_name: str) -> bool:
+        """Say whether a weight that is rewritten is kept as it is stored too."""
+        return self.both and type_name in self.tiled
 
-    def maps(self, decl: Decl) -> bool:
-        """Say whether a weight that is not rewritten stays in the mapped file."""
-        return self.mmap and kind_of(decl) not in self.copied
+    def maps(self, decl: Decl, beside: bool) -> bool:
+        """Say whether a weight as it is stored stays in the mapped file; `beside` a rewritten one it is not read at every step."""
+        return self.mmap and (beside or kind_of(decl) not in self.copied)
 
 
 def kind_of(decl: Decl) -> str | None:
@@ -64,33 +68,27 @@ def choose_policy(version: str, features: Collection[str], nbytes: int, *, repac
     """
     if mmap not in (True, False, "auto"):
         raise OptionError(f"mmap is {mmap!r}, expected True, False or 'auto'")
-    why, mapped, copied = [], mmap is True, frozenset()
+    why, mapped, copied, tiled = [], mmap is True, frozenset(), _tiled(version, features)
     if mmap == "auto":
         mapped = nbytes > SMALL
         copied = EVERY_STEP if mapped else copied
         rest = "mapped but for what every step reads whole" if mapped else f"copied: below {SMALL >> 20} MiB a moment's work"
         why.append(f"{rest}; a copy lies in huge pages")
     if repack == "auto":
-        kinds, reason = _measured(version, features)
-        why.append(reason)
+        kinds = EVERY_STEP
+        why.append("what every step reads whole is repacked, where ggml has a layout for it")
+        if tiled:
+            why.append(f"K-quants and IQ types are kept as stored too, as ggml {version} multiplies many tokens faster with them")
     elif isinstance(repack, bool):
-        kinds = dict.fromkeys(KINDS if repack else (), frozenset())
+        kinds = frozenset(KINDS if repack else ())
     else:
-        kinds = dict.fromkeys(repack.split("+") if isinstance(repack, str) else (), frozenset())
-        if not kinds or not kinds.keys() <= set(KINDS):
+        kinds = frozenset(repack.split("+") if isinstance(repack, str) else ())
+        if not kinds or not kinds <= set(KINDS):
             raise OptionError(f"repack is {repack!r}, expected True, False, 'auto' or kinds of {'+'.join(KINDS)}")
-    return LoadPolicy(MappingProxyType(kinds), mapped, copied, nbytes <= total_memory(), "; ".join(why))
+    return LoadPolicy(kinds, tiled, repack == "auto", mapped, copied, nbytes <= total_memory(), "; ".join(why))
 
 
-def _measured(version: str, features: Collection[str]) -> tuple[dict[str, frozenset[str]], str]:
-    """Return which kinds to rewrite without which types, and why; docs/log.md has the figures.
-
-    Experts are most of the bytes: rewriting them takes seconds per gigabyte, and they are multiplied row by row afterwards. The
-    head is multiplied with single rows, where rewriting helps other types than K-quants.
-    """
+def _tiled(version: str, features: Collection[str]) -> frozenset[str]:
+    """Return the types whose stored weights this ggml multiplies fastest with many columns; docs/log.md has the figures."""
     number = tuple(int(part) for part in version.split("-")[0].split(".")[:2])
-    if number >= TILED_SINCE and not set(TILED_ON).isdisjoint(features):
-        reason = f"ggml {version} multiplies K-quants and IQ types fastest as they are stored, other types but experts are repacked"
-        return dict.fromkeys(("dense", "head"), TILED), reason
-    reason = "what is cheap to repack is: not the experts, and the head only where it helps single rows"
-    return {"dense": frozenset(), "head": TILED}, reason
+    return TILED if number >= TILED_SINCE and not set(TILED_ON).isdisjoint(features) else frozenset()

@@ -34,6 +34,7 @@ class Place:
     device: ggml.Device
     how: str
     buffer_type: ggml.BufferType | None = None  # REPACKED only
+    beside: bool = False  # REPACKED only: the weight lies elsewhere too, as it is stored
     shard: int = 0  # MAPPED only
 
 
@@ -70,10 +71,13 @@ def create(
     """
     for place in dict.fromkeys(item.place for item in items):
         inside = [item for item in items if item.place == place]
-        weights.placed |= dict.fromkeys((item.decl.name for item in inside), place.how)
-        groups = _grouped(inside, together if place.how == COPIED and place.device.kind == "cpu" else ())
+        tensors = weights.beside if place.beside else weights.by_name
+        groups = _grouped(inside, together if place.how != MAPPED and place.device.kind == "cpu" else ())
         ctx = weights._stack.enter_context(ggml.Context(len(inside) + sum(len(group) > 1 for group in groups)))
-        _declare(ctx, weights, groups)
+        _declare(ctx, tensors, weights.stacks, groups)
+        weights.planned[place.how] += sum(size_of(tensors[item.decl.name]) for item in inside)
+        if not place.beside:
+            weights.placed |= dict.fromkeys((item.decl.name for item in inside), place.how)
         if not data:
             continue
         if place.how == MAPPED:
@@ -83,14 +87,13 @@ def create(
             weights._stack.enter_context(buffer).set_usage("weights")
             if policy.huge and place.device.kind == "cpu":
                 ggml.advise_huge_pages(buffer.base, buffer.size)
-            _fill(file, weights, groups, n_threads)
-        nbytes = sum(size_of(weights.by_name[item.decl.name]) for item in inside)
-        setattr(weights, f"{place.how}_nbytes", getattr(weights, f"{place.how}_nbytes") + nbytes)
+            _fill(file, tensors, groups, n_threads)
 
 
 def _grouped(items: list[Item], together: Iterable[Sequence[str]]) -> list[list[Item]]:
     """Return those that are multiplied together and can be rows of one tensor, in their order, and each other one by itself."""
-    by_name = {item.decl.name: item for item in items}
+    # rewritten rows are woven into each other: of many matrices in a tensor no part is a tensor again
+    by_name = {item.decl.name: item for item in items if item.place.how == COPIED or len(item.decl.ne) == 2}
     found = []
     for names in together:
         present = [by_name[name] for name in names if name in by_name]
@@ -100,12 +103,12 @@ def _grouped(items: list[Item], together: Iterable[Sequence[str]]) -> list[list[
     return [*found, *([item] for item in items if item.decl.name not in inside)]
 
 
-def _declare(ctx: ggml.Context, weights: Weights, groups: list[list[Item]]) -> None:
-    """Create the tensors of each group, several as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
+def _declare(ctx: ggml.Context, tensors: dict[str, ggml.Tensor], stacks: dict[ggml.Tensor, Stack], groups: list[list[Item]]) -> None:
+    """Create the tensors of each group by name, several as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
     for run in groups:
         if len(run) == 1:
             [item] = run
-            weights.by_name[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
+            tensors[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
             continue
         shapes = [(*item.decl.ne, 1, 1)[:3] for item in run]
         ends = list(accumulate(n_out for _, n_out, _ in shapes))
@@ -115,8 +118,8 @@ def _declare(ctx: ggml.Context, weights: Weights, groups: list[list[Item]]) -> N
         whole = ctx.new_tensor(run[0].type, n_in, ends[-1], n_expert, name=name)
         cuts = [(n_out, 4 * (end - n_out)) for (_, n_out, _), end in zip(shapes, ends)]
         parts = [ctx.new_part(whole, offset // 4, n_out, name=item.decl.name) for item, (n_out, offset) in zip(run, cuts)]
-        weights.by_name |= {part.name: part for part in parts}
-        weights.stacks[parts[0]] = Stack(whole, tuple(parts), tuple(cuts))
+        tensors |= {part.name: part for part in parts}
+        stacks[parts[0]] = Stack(whole, tuple(parts), tuple(cuts))
 
 
 def size_of(tensor: ggml.Tensor) -> int:
@@ -136,11 +139,11 @@ def _map(file: GgufFile, weights: Weights, place: Place, items: list[Item], huge
         buffer.place(weights.by_name[item.decl.name], item.info.offset)
 
 
-def _fill(file: GgufFile, weights: Weights, groups: list[list[Item]], n_threads: int) -> None:
+def _fill(file: GgufFile, tensors: dict[str, ggml.Tensor], groups: list[list[Item]], n_threads: int) -> None:
     """Read tensors into their buffers or have ggml copy and rewrite them, several at once: neither holds the GIL."""
 
     def fill(item: Item) -> None:
-        tensor, info = weights.by_name[item.decl.name], item.info
+        tensor, info = tensors[item.decl.name], item.info
         memory = tensor.memory() if item.make is None else None
         if memory is not None:
             file.shards[info.shard].read_into(_pieces(tensor, memory), info.offset)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,24 +19,27 @@ from ..errors import OptionError
 from ..ggml import GgmlType, types
 from ..gguf_file import GgufFile, TensorInfo
 from .policy import LoadPolicy, choose_policy
-from .storage import COPIED, MAPPED, REPACKED, Item, Place, Stack, create, size_of
+from .storage import COPIED, MAPPED, REPACKED, Item, Place, Stack, create
 from .table import Checked, Decl, TensorTable
 
 class Weights:
     """Tensors by GGUF name: `w.token_embd`, `w.blk[il].attn_norm`; None where optional and absent.
 
-    Owns the buffers; `close()` frees them and may be called twice.
+    `scales`: weight → its scale. `stacks`: first of several weights that are rows of one tensor → all of them. `repacked`: weight
+    that is held as it is stored → the same rewritten for the CPU's kernels, for few columns. Owns the buffers; `close()` frees them and may be called twice.
     """
 
     def __init__(self, table: TensorTable, checked: Checked, devices: Sequence[ggml.Device]):
         self.by_name: dict[str, ggml.Tensor] = {}
         self.scales: dict[ggml.Tensor, ggml.Tensor] = {}
-        self.stacks: dict[ggml.Tensor, Stack] = {}  # by their first part
+        self.stacks: dict[ggml.Tensor, Stack] = {}
+        self.repacked: dict[ggml.Tensor, ggml.Tensor] = {}
+        self.beside: dict[str, ggml.Tensor] = {}
         self.notes: list[str] = []
         self.leftovers = checked.leftovers
-        self.mapped_nbytes = self.copied_nbytes = self.repacked_nbytes = 0
         self.policy: LoadPolicy | None = None
         self.placed: dict[str, str] = {}  # name → mapped, copied or repacked
+        self.planned: Counter[str] = Counter()  # mapped, copied or repacked → bytes, of tensors with data or without
         self._devices = tuple(devices)
         self._stack = ExitStack()
         self.blk = [SimpleNamespace() for _ in devices]
@@ -43,16 +47,9 @@ class Weights:
             self._set(decl, None)
 
     @property
-    def nbytes(self) -> int:
-        return self.mapped_nbytes + self.copied_nbytes + self.repacked_nbytes
-
-    @property
-    def planned(self) -> dict[str, int]:
-        """Bytes by place, mapped, copied or repacked, of tensors with data or without."""
-        totals: dict[str, int] = {}
-        for name, how in self.placed.items():
-            totals[how] = totals.get(how, 0) + size_of(self.by_name[name])
-        return totals
+    def for_graphs(self) -> dict[str, dict]:
+        """What a GraphBuilder has to know of the weights beside themselves."""
+        return {"scales": self.scales, "stacks": self.stacks, "repacked": self.repacked}
 
     def device_of(self, il: int) -> ggml.Device:
         """Return the device that holds block il."""
@@ -128,19 +125,22 @@ class _Planner:
             return [Item(decl, GgmlType.of("f32"), place, info, lambda: self.floats(info, type))]
         if decl.resplit:
             self.weights.notes.append(f"{decl.name} split into {' and '.join(part.attribute for part, _ in decl.parts)}")
-            return [self.item(part, info, type, lambda rows=rows: self.rows(info, rows())) for part, rows in decl.parts]
-        return [self.item(decl, info, type)]
+            parts = (self.places(part, info, type, lambda rows=rows: self.rows(info, rows())) for part, rows in decl.parts)
+            return list(chain.from_iterable(parts))
+        return self.places(decl, info, type)
 
-    def item(self, decl: Decl, info: TensorInfo, type: GgmlType, make: Callable | None = None) -> Item:
+    def places(self, decl: Decl, info: TensorInfo, type: GgmlType, make: Callable | None = None) -> list[Item]:
+        """Plan a weight where it is multiplied: rewritten, as it is stored, or both."""
         device = self.device(decl)
-        buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl, type.name) else None
-        if buffer_type:
-            place = Place(device, REPACKED, buffer_type)
-        elif make is None and self.policy.maps(decl) and device.maps_host_memory and info.offset % device.buffer_type().alignment == 0:
-            place = Place(device, MAPPED, shard=info.shard)
-        else:
-            place = Place(device, COPIED)
-        return Item(decl, type, place, info, make)
+        buffer_type = self.repack_type(device, decl, type) if self.policy.repacks(decl) else None
+        both = buffer_type is not None and self.policy.keeps(type.name)
+        found = [Item(decl, type, Place(device, REPACKED, buffer_type, beside=both), info, make)] if buffer_type else []
+        if buffer_type and not both:
+            return found
+        aligned = info.offset % device.buffer_type().alignment == 0
+        mapped = make is None and self.policy.maps(decl, both) and device.maps_host_memory and aligned
+        place = Place(device, MAPPED, shard=info.shard) if mapped else Place(device, COPIED)
+        return [Item(decl, type, place, info, make), *found]
 
     def ties(self, table: TensorTable, checked: Checked) -> list[Item]:
         """Plan second copies of tensors that stand in for absent ones on another device."""
@@ -148,7 +148,7 @@ class _Planner:
         for decl in table.layout():
             info = found.get(table.ties.get(decl.name, ""))
             if info and decl.name not in found and self.device(decl) != self.weights.device_of(0):
-                items.append(self.item(decl, info, GgmlType.of(info.type_id)))
+                items += self.places(decl, info, GgmlType.of(info.type_id))
         return items
 
     def device(self, decl: Decl) -> ggml.Device:
@@ -195,9 +195,10 @@ def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[It
     for weight, scale in checked.scales.items():
         weights.scales[weights.by_name[weight]] = weights.by_name[scale]
     for stack in list(weights.stacks.values()):
-        if not weights.scales.keys().isdisjoint(stack.parts):
+        if not checked.scales.keys().isdisjoint(part.name for part in stack.parts):
             # each product is scaled by itself
             del weights.stacks[stack.parts[0]]
+    weights.repacked = {weights.by_name[name]: tensor for name, tensor in weights.beside.items()}
     for how, counted in _repacked_summary(items).items():
         weights.notes.append(f"{how}: {counted}")
 

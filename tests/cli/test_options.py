@@ -47,7 +47,7 @@ def test_defaults_are_llama_cpps(qgraph, handed):
     qgraph("run", "-n", 1, env={"QGRAPH_THREADS": ""})
     assert replace(handed["params"], seed=-1) == SamplerParams(seed=-1)
     assert {key: handed[key] for key in ("n_ubatch", "type_k", "type_v", "flash_attn", "n_threads", "repack")} == {
-        "n_ubatch": 512, "type_k": "f16", "type_v": "f16", "flash_attn": "auto", "n_threads": None, "repack": "auto",
+        "n_ubatch": None, "type_k": "f16", "type_v": "f16", "flash_attn": "auto", "n_threads": None, "repack": "auto",
     }  # fmt: skip
 
 
