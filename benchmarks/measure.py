@@ -116,7 +116,7 @@ def _steps(row: Row, sides, rounds: int, say, options: dict):
             for worker in workers.values():
                 job.run(worker)
             clock = MachineClock.read([worker.pid for worker in workers.values()])
-            in_turns(sides, lambda side: job.run(workers[side.against]), rounds)
+            in_turns(sides, lambda side: job.run(workers[side.against]), rounds * row.more)
             details = MachineClock.read([worker.pid for worker in workers.values()]).share_since(clock)
         for side in sides:
             side.memory = workers[side.against].call("memory")

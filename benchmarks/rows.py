@@ -23,8 +23,8 @@ class Row:
 
     `kind`: "decode" (`n` tokens one by one after `depth`), "prompt" (`n` at once), "batch" (`n` steps of one token for each of
     `n_seq` sequences), "deep" (decode where filling `depth` is dear and done once), "start" (process start to the first token
-    of a prompt of `n`). `times`: runs at a time, where one takes a tenth of a second. `targets`: side → ratio of speeds to reach,
-    for "start" the share of their time that may be taken.
+    of a prompt of `n`). `times` runs at a time and `more` times the rounds, where a run takes a tenth of a second. `targets`: side → ratio
+    of speeds to reach, for "start" the share of their time that may be taken.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Row:
     depth: int = 0
     n_seq: int = 1
     times: int = 1
+    more: int = 1
     targets: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
@@ -67,9 +68,9 @@ ROWS = {
         *_twice("prompt", "prompt 512", "prompt", 512, same={"best": 1.25, "default": 1.55}, installed={"default": 1.10}),
         *_twice("start", "start to first token of a 64-token prompt", "start", 64, same={"default": 0.25}, installed={"default": 0.25}),
         *_twice("bard-decode", "embedded model, decode", "decode", 128, same={"default": 1.5, "best": None},
-                installed={"default": 1.5}, model="embedded", times=9),
+                installed={"default": 1.5}, model="embedded", times=3, more=5),
         *_twice("bard-prompt", "embedded model, prompt 512", "prompt", 512, same={"default": 1.3, "best": None},
-                installed={"default": 1.3}, model="embedded", times=9),
+                installed={"default": 1.3}, model="embedded", times=3, more=5),
         Row(name="batch8", what="8 sequences decoding together", kind="batch", n=16, n_seq=8, targets={"best": 1.15}),
         Row(name="deep", what="decode at 32k context", kind="deep", n=16, depth=32768, targets={"best": 1.3}),
         Row(name="twelve-decode", what="12 layers, decode", kind="decode", n=32, model="twelve", targets={"best": 1.10}),

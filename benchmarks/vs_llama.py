@@ -131,7 +131,7 @@ def main(argv=None) -> int:
     print(report.sides(results))
     about = machine.about()
     clock = ", CPU time" if args.cpu_clock else ""
-    print(f"{about['cpu']}, {args.threads} threads{clock}, medians of {2 * args.rounds} pairs; {report.quiet(results)}")
+    print(f"{about['cpu']}, {args.threads} threads{clock}, medians of at least {2 * args.rounds} pairs; {report.quiet(results)}")
     print(dumps({"machine": about, "arguments": {k: str(v) for k, v in vars(args).items()}, "rows": results}))
     return int(any(result["refused"] for result in results))
 
