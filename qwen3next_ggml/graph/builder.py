@@ -51,6 +51,7 @@ class GraphBuilder(ggml.Ops):
         self.outputs: dict[str, ggml.Tensor] = {}
         self.expand = graph.expand
         self._on_name = on_name
+        self._scratch: dict[str, ggml.Tensor] = {}
         self._layer_ends: list[tuple[int, int]] = []
 
     def name(self, x: ggml.Tensor, name: str, il: int = -1) -> ggml.Tensor:
@@ -70,6 +71,12 @@ class GraphBuilder(ggml.Ops):
             x = self.inputs[name] = self.context.new_tensor(dtype, *ne, name=name)
             self.set_input(x)
         return self.inputs[name]
+
+    def scratch(self, name: str, *ne: int) -> ggml.Tensor:
+        """Return float32 memory of the graph's own that nodes are laid into, one tensor for a name; nothing fills it."""
+        if name not in self._scratch:
+            self._scratch[name] = self.set_input(self.context.new_tensor(types.F32, *ne, name=name))
+        return self._scratch[name]
 
     def output(self, name: str, x: ggml.Tensor) -> None:
         """Emit `x` and note that it is read beside the logits."""

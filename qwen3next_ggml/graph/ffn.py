@@ -5,13 +5,14 @@ from math import inf
 from .. import ggml
 from ..ggml.ops import SORT_DESC
 from .builder import GraphBuilder, expect_shape
+from .joint_sum import JointSum
 from .linear import linear, linear_id, linears
 
 # the smallest normal float16: a weight sum never divides by less
 WEIGHT_SUM_MIN = 6.103515625e-5
 
 
-def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int) -> tuple[ggml.Tensor, ggml.Tensor]:
+def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int, joint: JointSum | None = None) -> tuple[ggml.Tensor, ggml.Tensor]:
     """Pick experts by logits [n_expert, n_tokens] → ids [n_used, n_tokens], weights [1, n_used, n_tokens] that sum to 1.
 
     A softmax over all experts, its n_used largest, renormalised.
@@ -23,7 +24,7 @@ def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int) -> tuple[ggml.Tenso
         ids = g.name(g.top_k(logits, n_used), "ffn_moe_topk", il)
         picked = g.get_rows(g.reshape_3d(logits, 1, n_expert, n_tokens), ids)  # [1, n_used, n_tokens]
         weights = g.soft_max(g.reshape_2d(picked, n_used, n_tokens))
-        weights = g.name(weights, "ffn_moe_weights_norm", il)
+        weights = joint.lay_weights(g, weights, "ffn_moe_weights_norm", il) if joint else g.name(weights, "ffn_moe_weights_norm", il)
     else:
         probs = g.name(g.soft_max(logits), "ffn_moe_probs", il)
         order = g.argsort(probs, SORT_DESC)
@@ -42,7 +43,7 @@ def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int) -> tuple[ggml.Tenso
     return ids, weights
 
 
-def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int) -> ggml.Tensor:
+def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int, joint: JointSum | None = None) -> ggml.Tensor:
     """Run the picked experts' SwiGLU on x [n_embd, n_tokens] → [n_embd, n_used, n_tokens]."""
     n_embd, n_tokens = x.ne[0], x.ne[1]
     x = g.reshape_3d(x, n_embd, 1, n_tokens)
@@ -59,7 +60,8 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int) -> g
         up = g.name(linear_id(g, wb.ffn_up_exps, x, ids), "ffn_moe_up", il)  # [n_ff, n_used, n_tokens]
         gate = g.name(linear_id(g, wb.ffn_gate_exps, x, ids), "ffn_moe_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_moe_swiglu", il)
-    return g.name(linear_id(g, wb.ffn_down_exps, hidden, ids), "ffn_moe_down", il)
+    down = linear_id(g, wb.ffn_down_exps, hidden, ids)
+    return joint.lay_experts(g, down, "ffn_moe_down", il) if joint else g.name(down, "ffn_moe_down", il)
 
 
 def _gate_up(g: GraphBuilder, wb) -> ggml.Tensor | None:
@@ -106,12 +108,26 @@ def shared_expert(g: GraphBuilder, wb, x: ggml.Tensor, open_: ggml.Tensor, il: i
 
     `prefix` goes before the names llama.cpp spells otherwise in its MTP graph.
     """
+    out = g.name(_shared(g, wb, x, il), f"{prefix}ffn_shexp", il)
+    open_ = g.name(g.sigmoid(g.name(open_, "shared_expert_gate", il)), f"{prefix}shared_expert_gate_sigmoid", il)
+    return g.name(g.mul(out, open_), f"{prefix}ffn_shexp_gated", il)
+
+
+def _shared(g: GraphBuilder, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:
     gate, up = linears(g, (wb.ffn_gate_shexp, wb.ffn_up_shexp), x)
     up, gate = g.name(up, "ffn_up", il), g.name(gate, "ffn_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_swiglu", il)
-    out = g.name(linear(g, wb.ffn_down_shexp, hidden), f"{prefix}ffn_shexp", il)
-    open_ = g.name(g.sigmoid(g.name(open_, "shared_expert_gate", il)), f"{prefix}shared_expert_gate_sigmoid", il)
-    return g.name(g.mul(out, open_), f"{prefix}ffn_shexp_gated", il)
+    return linear(g, wb.ffn_down_shexp, hidden)
+
+
+def joint_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, joint: JointSum, il: int) -> ggml.Tensor:
+    """Return routed plus shared experts of x [n_embd, 1], plus the residual that `joint` holds."""
+    logits, open_ = gate_logits(g, wb, x)
+    ids, _ = route(g, hp, logits, il, joint)
+    experts(g, wb, x, ids, il, joint)
+    joint.lay_shared(g, _shared(g, wb, x, il), "ffn_shexp", il)
+    joint.lay_gate(g, g.sigmoid(g.name(open_, "shared_expert_gate", il)), "shared_expert_gate_sigmoid", il)
+    return joint.sum(g)
 
 
 def moe_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:

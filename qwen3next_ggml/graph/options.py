@@ -18,6 +18,7 @@ class GraphOptions:
     `delta_net`: fused op, chunked form, or one token at a time. `flash_attn`: one fused attention op or its parts.
     `prune_last`: the last layer's projections and experts only for wanted rows. `top_k_first`: pick experts before
     the softmax, which then runs over the picked ones only. `expert_sum`: weigh and add experts in one op.
+    `joint_sum`: lay the shared expert's output and the residual beside the experts' and add all of one token in one op, with `expert_sum`.
     `kv_as_stored`: hand a float32 cache to flash attention as it is instead of through float16. `state_view`: read the
     states of adjacent slots where they lie instead of gathering them. `state_rows`: gather and scatter a delta state
     head by head, so that threads share the copy. `finite_kv`: limit K and V to what float16 holds before they are
@@ -38,6 +39,7 @@ class GraphOptions:
     prune_last: bool = False
     top_k_first: bool = False
     expert_sum: bool = False
+    joint_sum: bool = False
     kv_as_stored: bool = False
     state_view: bool = False
     state_rows: bool = False
@@ -60,11 +62,12 @@ class GraphOptions:
         """Say whether V is kept with a row per value."""
         return self.grouped_attn or not self.flash_attn
 
-    def for_cache(self, type_v: str, n_seq_max: int) -> "GraphOptions":
-        """Return what of these options goes with a V cache of `type_v` shared by up to `n_seq_max` sequences."""
+    def for_session(self, type_v: str, n_seq_max: int, n_devices: int) -> "GraphOptions":
+        """Return what of these options goes with a V cache of `type_v` shared by up to `n_seq_max` sequences, and so many devices."""
         # a quantised V has no row per value, and columns of many sequences would mostly meet cells of the others
-        keep = not self.flash_attn or n_seq_max <= FEW_SEQS and type_v in ("f32", "f16", "bf16")
-        return self if keep else self.but(grouped_attn=False)
+        grouped = not self.flash_attn or n_seq_max <= FEW_SEQS and type_v in ("f32", "f16", "bf16")
+        # memory that several nodes write into has no copies on other devices
+        return self.but(grouped_attn=self.grouped_attn and grouped, joint_sum=self.joint_sum and n_devices == 1)
 
     def but(self, **changes) -> "GraphOptions":
         """Return a copy with some options changed."""
@@ -73,7 +76,7 @@ class GraphOptions:
 
 PLAIN = GraphOptions()
 LEAN = GraphOptions(
-    prune_last=True, top_k_first=True, expert_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
+    prune_last=True, top_k_first=True, expert_sum=True, joint_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
     finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
     grouped_attn=True, conv_in_parts=True, stacked_weights=True, repacked_few=True,
 )

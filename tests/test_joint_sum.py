@@ -1,0 +1,77 @@
+"""A layer's last sum as one op: the same bits, patched or not, and nodes that are gone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import qwen3next_ggml
+from qwen3next_ggml.graph import joint_sum
+from qwen3next_ggml.graph.joint_sum import JointSum
+from qwen3next_ggml.graph.options import LEAN
+
+APART = LEAN.but(joint_sum=False)
+LAID = ["attn_residual", "ffn_moe_down", "ffn_moe_weights_norm", "ffn_shexp", "shared_expert_gate_sigmoid"]
+
+
+@pytest.fixture(scope="module")
+def model(toys):
+    with qwen3next_ggml.load(toys.t0, n_threads=1) as loaded:
+        yield loaded
+
+
+def logits(model, options, patches=()):
+    """Logits [5, n_vocab] of steps after a prompt, with the nodes named in `patches` halved in the steps."""
+    with model.session(n_ctx=256, graph=options) as s:
+        s.decode(list(range(1, 20)))
+        if not patches:
+            return np.concatenate([s.decode([token]) for token in range(30, 35)])
+        with s.patch(patches[0], lambda g, x: g.scale(x, 0.5)):
+            return np.concatenate([s.decode([token]) for token in range(30, 35)])
+
+
+def test_the_same_bits_from_fewer_nodes(model):
+    assert np.array_equal(logits(model, LEAN), logits(model, APART))
+    stats = []
+    for options in (LEAN, APART):
+        with model.session(n_ctx=256, graph=options) as s:
+            stats.append(s.graph(1).stats())
+    assert [stats[1][key] - stats[0][key] for key in ("kernels", "barriers")] == [3 * 4, 3 * 4]
+
+
+@pytest.mark.parametrize("name", LAID)
+@pytest.mark.parametrize("il", [1, 3])
+def test_what_a_patch_puts_in_the_place_of_a_laid_value_is_added(model, name, il):
+    patched = logits(model, LEAN, [f"{name}-{il}"])
+    assert np.array_equal(patched, logits(model, APART, [f"{name}-{il}"]))
+    assert np.abs(patched - logits(model, LEAN)).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", LAID)
+def test_laid_values_are_read_before_the_next_layer_takes_their_place(model, name):
+    for options in (LEAN, APART):
+        with model.session(n_ctx=256, graph=options) as s, s.capture(f"{name}-*") as seen:
+            s.decode(list(range(1, 20)))
+            s.decode([30])
+        values = [seen[f"{name}-{il}"] for il in range(4)]
+        wanted = values if options is LEAN else wanted
+        assert all(np.array_equal(a, b) for a, b in zip(values, wanted)) and not np.array_equal(values[0], values[1])
+
+
+def test_a_value_laid_in_the_wrong_row_shows(model, monkeypatch):
+    right = logits(model, LEAN)
+    lay = joint_sum._lay
+    monkeypatch.setattr(joint_sum, "_lay", lambda g, x, owner, row, name, il: lay(g, x, owner, 1 if name == "ffn_shexp" else row, name, il))
+    assert np.abs(logits(model, LEAN) - right).max() > 1e-3
+
+
+def test_where_several_ops_are_needed(model):
+    class Nothing:
+        options = LEAN
+
+    hp, wb = model.hparams, model.weights.blk[0]
+    assert JointSum.of(Nothing, hp, wb, 2) is None
+    assert JointSum.of(Nothing, replace(hp, expert_weights_scale=2.0), wb, 1) is None
+    Nothing.options = LEAN.but(expert_sum=False)
+    assert JointSum.of(Nothing, hp, wb, 1) is None
+    assert LEAN.for_session("f16", 1, 1).joint_sum and not LEAN.for_session("f16", 1, 2).joint_sum
