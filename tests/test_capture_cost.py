@@ -10,8 +10,8 @@ from benchmarks import capture as benchmark
 
 STEPS = 20
 # a node is read where it is; a view, or what a later node overwrites, through one copy of its own size
-IN_PLACE = ("l_out-1", "attn_norm-0", "ffn_moe_down-2", "conv_output_silu-0", "linear_attn_out-2")
-THROUGH_A_COPY = ("v_conv_predelta-1", "conv_states-0", "Qcur_view-3", "gate-3", "linear_attn_qkv_mixed-1")
+IN_PLACE = ("l_out-1", "attn_norm-0", "ffn_moe_swiglu-2", "conv_output_silu-0", "linear_attn_out-2")
+THROUGH_A_COPY = ("ffn_moe_down-2", "v_conv_predelta-1", "conv_states-0", "Qcur_view-3", "gate-3", "linear_attn_qkv_mixed-1")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A layer's last sum as one op: the same bits, patched or not, and nodes that are gone."""
+"""A layer's last sum as one op: the same numbers, patched or not, and nodes that are gone."""
 
 from dataclasses import replace
 
@@ -10,6 +10,10 @@ from qwen3next_ggml.graph import joint_sum
 from qwen3next_ggml.graph.joint_sum import JointSum
 from qwen3next_ggml.graph.options import LEAN
 
+from .kit import nmse
+
+# one op rounds a product and a sum together where two ops round each
+SAME = 1e-10
 APART = LEAN.but(joint_sum=False)
 LAID = ["attn_residual", "ffn_moe_down", "ffn_moe_weights_norm", "ffn_shexp", "shared_expert_gate_sigmoid"]
 
@@ -30,8 +34,8 @@ def logits(model, options, patches=()):
             return np.concatenate([s.decode([token]) for token in range(30, 35)])
 
 
-def test_the_same_bits_from_fewer_nodes(model):
-    assert np.array_equal(logits(model, LEAN), logits(model, APART))
+def test_the_same_from_fewer_nodes(model):
+    assert nmse(logits(model, LEAN), logits(model, APART)) < SAME
     stats = []
     for options in (LEAN, APART):
         with model.session(n_ctx=256, graph=options) as s:
@@ -43,7 +47,7 @@ def test_the_same_bits_from_fewer_nodes(model):
 @pytest.mark.parametrize("il", [1, 3])
 def test_what_a_patch_puts_in_the_place_of_a_laid_value_is_added(model, name, il):
     patched = logits(model, LEAN, [f"{name}-{il}"])
-    assert np.array_equal(patched, logits(model, APART, [f"{name}-{il}"]))
+    assert nmse(patched, logits(model, APART, [f"{name}-{il}"])) < SAME
     assert np.abs(patched - logits(model, LEAN)).max() > 1e-4
 
 
@@ -55,7 +59,7 @@ def test_laid_values_are_read_before_the_next_layer_takes_their_place(model, nam
             s.decode([30])
         values = [seen[f"{name}-{il}"] for il in range(4)]
         wanted = values if options is LEAN else wanted
-        assert all(np.array_equal(a, b) for a, b in zip(values, wanted)) and not np.array_equal(values[0], values[1])
+        assert all(nmse(a, b) < SAME for a, b in zip(values, wanted)) and not np.array_equal(values[0], values[1])
 
 
 def test_a_value_laid_in_the_wrong_row_shows(model, monkeypatch):

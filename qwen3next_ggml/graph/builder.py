@@ -111,7 +111,8 @@ def capture(
     overwritten = {n.view_src for n in nodes if n.view_src is not None and n.op not in PLAIN_VIEW_OPS}
     out = ggml.Graph(g.context, 2 * len(nodes) + 64)
     seen: dict[str, int] = {}
-    inputs = {name: x for name, x in g.inputs.items() if wanted(name)}
+    # an input that nodes write into is room for them, no value
+    inputs = {name: x for name, x in g.inputs.items() if wanted(name) and x not in overwritten}
     # a patch may leave an input without a reader, and then it gets no memory
     read = {x for node in nodes for x in node.src} if inputs else ()
     kept = {(name, 0): (x, x) for name, x in inputs.items() if x in read}
