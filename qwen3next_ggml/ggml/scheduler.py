@@ -14,7 +14,6 @@ from .backend import Backend, compute
 from .cgraph import Graph
 from .device import BufferType
 from .owned import Owned
-from .pages import advise_huge_pages
 from .provider import failure
 from .tensor import Context, Tensor
 
@@ -50,13 +49,13 @@ class Placer(Owned):
 class GraphAllocator(Placer):
     """One compute buffer shared by all graphs of a device; it only grows."""
 
-    __slots__ = ("_is_new", "buffer_type")
+    __slots__ = ("buffer_type",)
 
     def __init__(self, buffer_types: BufferType | list[BufferType]):
         types = [buffer_types] if isinstance(buffer_types, BufferType) else list(buffer_types)
         if len(types) != 1:
             raise BackendError(f"a graph allocator for {len(types)} kinds of memory: several devices need a Scheduler")
-        self.buffer_type, self._is_new = types[0], False
+        self.buffer_type = types[0]
         self._hold(lib.ggml_gallocr_new(self.buffer_type._p), lib.ggml_gallocr_free)
 
     @property
@@ -72,7 +71,6 @@ class GraphAllocator(Placer):
         grew = self.size != before
         if grew:
             self._unplace()
-            self._is_new = self.buffer_type.is_host
         return grew
 
     def alloc(self, graph: Graph) -> bool:
@@ -86,17 +84,7 @@ class GraphAllocator(Placer):
         if not lib.q_gallocr_alloc(self._open(), graph._p):
             raise self._fail(graph, f"in {self.buffer_type.name}")
         self._placed.add(graph.context)
-        if self._is_new:
-            self._advise(graph)
         return grew
-
-    def _advise(self, graph: Graph) -> None:
-        """Ask for huge pages before the buffer is touched; ggml shows it through what lies in it alone."""
-        own = (x for x in graph.nodes if x.data and x.view_src is None)
-        if node := next(own, None):
-            base, size = lib.ggml_backend_buffer_get_base(node._p.buffer), lib.ggml_backend_buffer_get_size(node._p.buffer)
-            advise_huge_pages(int(ffi.cast("uintptr_t", base)), size)
-            self._is_new = False
 
 
 class Scheduler(Placer):
