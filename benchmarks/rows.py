@@ -71,7 +71,7 @@ ROWS = {
                 installed={"default": 1.5}, model="embedded", times=3, more=5),
         *_twice("bard-prompt", "embedded model, prompt 512", "prompt", 512, same={"default": 1.3, "best": None},
                 installed={"default": 1.3}, model="embedded", times=3, more=5),
-        Row(name="batch8", what="8 sequences decoding together", kind="batch", n=16, n_seq=8, targets={"best": 1.15}),
+        Row(name="batch8", what="8 sequences decoding together", kind="batch", n=16, n_seq=8, targets={"best": 1.15, "default": None}),
         Row(name="deep", what="decode at 32k context", kind="deep", n=16, depth=32768, targets={"best": 1.3}),
         Row(name="twelve-decode", what="12 layers, decode", kind="decode", n=32, model="twelve", targets={"best": 1.10}),
         Row(name="twelve-prompt", what="12 layers, prompt 512", kind="prompt", n=512, model="twelve", targets={"best": 1.10}),

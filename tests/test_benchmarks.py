@@ -232,6 +232,12 @@ def test_the_best_is_searched_once(tmp_path, monkeypatch):
         assert [one["tokens_per_second"] for one in found] == [20, 30, 10, 5]
 
 
+def test_the_default_is_let_in():
+    found = [{"policy": name} for name in "abcdef"]
+    order = {name: "".join(one["policy"] for one in best.with_default(found, name)) for name in "abcdefg"}
+    assert order == {"a": "abcdef", "b": "abcdef", "c": "abcdef", "d": "abdcef", "e": "abecdf", "f": "abfcde", "g": "abcdef"}
+
+
 def test_finalists_run_in_turns():
     """Two candidates of a tiny row, for real: both are timed in turns and come back ranked."""
     row = Row(name="r", what="r", kind="decode", n=2, model="embedded")
