@@ -60,7 +60,7 @@ class Session:
         state_devices = model.layer_devices if kv_device is None else [ggml.device(kv_device)] * len(model.layer_devices)
         devices = list(dict.fromkeys([*model.devices, *state_devices]))
         resolved = resolve_options(graph, delta_net, flash_attn, hp, devices, n_ctx=self.n_ctx)
-        self.options = resolved.for_session(type_v, n_seq_max, len(devices))
+        self.options = resolved.for_session(type_v, n_seq_max, devices)
         # without the fused op all of q·k is in memory at once, and so is a state for each checkpoint of a ubatch
         tiled = model.tiles_experts and resolved.flash_attn and not checkpoint_every
         self.n_ubatch = min(n_ubatch or best_ubatch(hp.n_expert, hp.n_expert_used, tiled=tiled), self.n_ctx)

@@ -26,7 +26,8 @@ def expect_shape(x: ggml.Tensor, what: str, *wanted: int) -> None:
 class GraphBuilder(ggml.Ops):
     """Build one ggml graph: every op of `ggml.Ops`, plus `name`, `input` and `expand`.
 
-    `scales` maps a weight to its per-tensor scale, `stacks` to those that lie behind it, `repacked` to itself in another layout; `on_name` sees every named value and may replace it.
+    `scales` maps a weight to its per-tensor scale, `stacks` to those that lie behind it, `repacked` to itself in another layout; `on_name`
+    sees every named value and may replace it.
     """
 
     def __init__(
@@ -53,6 +54,11 @@ class GraphBuilder(ggml.Ops):
         self._on_name = on_name
         self._scratch: dict[str, ggml.Tensor] = {}
         self._layer_ends: list[tuple[int, int]] = []
+
+    @property
+    def is_patched(self) -> bool:
+        """Say whether somebody sees values as they are named."""
+        return self._on_name is not None
 
     def name(self, x: ggml.Tensor, name: str, il: int = -1) -> ggml.Tensor:
         """Name `x` as llama.cpp's `cb` does ("attn_norm-0"; no suffix for il < 0) and return the value to go on with."""

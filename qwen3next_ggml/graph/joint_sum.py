@@ -19,8 +19,10 @@ class JointSum:
 
     @classmethod
     def of(cls, g: GraphBuilder, hp, wb, n_columns: int) -> "JointSum | None":
-        """Return one where the sum can be one op: of one column, with weights that nothing scales."""
-        can = n_columns == 1 and wb.ffn_up_shexp is not None and hp.expert_weights_scale in (0.0, 1.0)
+        """Return one where the sum can be one op: of one column, with weights that nothing scales, and without patches, which may hold on
+        to a value for a later layer.
+        """
+        can = n_columns == 1 and wb.ffn_up_shexp is not None and hp.expert_weights_scale in (0.0, 1.0) and not g.is_patched
         if not (can and g.options.joint_sum and g.options.expert_sum and g.options.top_k_first):
             return None
         n = hp.n_expert_used + 2
@@ -52,11 +54,6 @@ class JointSum:
 
 
 def _lay(g: GraphBuilder, x: ggml.Tensor, owner: ggml.Tensor, row: int, name: str, il: int) -> ggml.Tensor:
-    offset = row * owner.nb[1]
-    named = g.name(g.into(x, owner, offset), name, il)
-    g.expand(named)
-    if named != x:
-        # a patch put something else in its place
-        size = x.type.row_size
-        g.expand(g.cpy(g.reshape_2d(named, x.nelements, 1), g.view_2d(owner, x.nelements, 1, size(x.nelements), offset)))
-    return named
+    x = g.name(g.into(x, owner, row * owner.nb[1]), name, il)
+    g.expand(x)
+    return x

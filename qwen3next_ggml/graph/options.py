@@ -3,6 +3,7 @@
 Every option is a fast variant that sits beside the plain one; PLAIN switches all of them off.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ..errors import OptionError
@@ -62,12 +63,13 @@ class GraphOptions:
         """Say whether V is kept with a row per value."""
         return self.grouped_attn or not self.flash_attn
 
-    def for_session(self, type_v: str, n_seq_max: int, n_devices: int) -> "GraphOptions":
-        """Return what of these options goes with a V cache of `type_v` shared by up to `n_seq_max` sequences, and so many devices."""
+    def for_session(self, type_v: str, n_seq_max: int, devices: Sequence) -> "GraphOptions":
+        """Return what of these options goes with a V cache of `type_v` shared by up to `n_seq_max` sequences, and with `devices`."""
         # a quantised V has no row per value, and columns of many sequences would mostly meet cells of the others
         grouped = not self.flash_attn or n_seq_max <= FEW_SEQS and type_v in ("f32", "f16", "bf16")
-        # memory that several nodes write into has no copies on other devices
-        return self.but(grouped_attn=self.grouped_attn and grouped, joint_sum=self.joint_sum and n_devices == 1)
+        # memory that several nodes write into has no copies on other devices, and GPUs want places that are aligned
+        one_cpu = [device.kind for device in devices] == ["cpu"]
+        return self.but(grouped_attn=self.grouped_attn and grouped, joint_sum=self.joint_sum and one_cpu)
 
     def but(self, **changes) -> "GraphOptions":
         """Return a copy with some options changed."""

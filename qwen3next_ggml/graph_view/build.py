@@ -33,7 +33,7 @@ def outline(
     if mtp and not model.hparams.n_layer_nextn:
         raise OptionError("this model has no NextN block")
     n_kv = padded(n_past + n_tokens)
-    options = options.for_session(type_v, 1, 1)
+    options = options.for_session(type_v, 1, model.devices)
     specs = model.arch.state_specs(model.hparams, mtp=True) if mtp else model.arch.state_specs(model.hparams)
     with ggml.Context(3 * len(specs)) as ctx:
         state = _unplaced(ctx, specs, n_kv, type_k, type_v, options)
