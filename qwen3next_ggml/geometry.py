@@ -65,5 +65,5 @@ def model_of(
     decls = [decl for decl in table.layout() if decl.required or decl.attribute == "output"]
     file = Declared(geometry, module.ARCH, md.values, decls, GgmlType.of(type))
     devices = [ggml_layer.device(device)]
-    weights = load_weights(file, table, devices, repack="auto", mmap="auto", data=False)
+    weights = load_weights(file, table, devices, mmap="auto", data=False)
     return Model(file, module, hp, weights, devices, available_cpus(), computes=False)
