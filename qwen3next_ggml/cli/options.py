@@ -221,10 +221,10 @@ class SessionOptions:
         """Return these options as `Model.session` spells them."""
         from ..batch import MAX_UBATCH, N_UBATCH
 
-        chosen = self.n_ubatch is None and self.n_batch >= MAX_UBATCH
+        left_to_it = self.n_ubatch is None and self.n_batch >= MAX_UBATCH
         return dict(
-            n_ctx=self.n_ctx, n_ubatch=None if chosen else min(self.n_batch, self.n_ubatch or N_UBATCH), n_threads=self.n_threads, type_k=self.type_k,
-            type_v=self.type_v, flash_attn=self.flash_attn, kv_device=None if self.kv_offload else "CPU", graph=self.graph,
+            n_ctx=self.n_ctx, n_ubatch=None if left_to_it else min(self.n_batch, self.n_ubatch or N_UBATCH), n_threads=self.n_threads,
+            type_k=self.type_k, type_v=self.type_v, flash_attn=self.flash_attn, kv_device=None if self.kv_offload else "CPU", graph=self.graph,
             delta_net=self.delta_net,
         )  # fmt: skip
 

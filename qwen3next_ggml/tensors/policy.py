@@ -29,7 +29,8 @@ TILED = frozenset("q2_k q3_k q4_k q5_k q6_k iq1_s iq1_m iq2_xxs iq2_xs iq2_s iq3
 class LoadPolicy:
     """`repack`: kinds of products whose weights are rewritten. `mmap`: what is not rewritten stays mapped, but for the kinds `copied`.
 
-    `tiled`: types that ggml multiplies by tiles as they are stored; where `both` is set, they are kept beside the rewritten ones. `huge`: ask for huge pages. `why`: the reasons of what was chosen here and not by the caller.
+    `tiled`: types that ggml multiplies by tiles as they are stored; where `both` is set, they are kept beside the rewritten ones.
+    `huge`: ask for huge pages. `why`: the reasons of what was chosen here and not by the caller.
     """
 
     repack: frozenset[str]

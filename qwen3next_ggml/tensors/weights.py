@@ -26,7 +26,8 @@ class Weights:
     """Tensors by GGUF name: `w.token_embd`, `w.blk[il].attn_norm`; None where optional and absent.
 
     `scales`: weight → its scale. `stacks`: first of several weights that are rows of one tensor → all of them. `repacked`: weight
-    that is held as it is stored → the same rewritten for the CPU's kernels, for few columns. Owns the buffers; `close()` frees them and may be called twice.
+    that is held as it is stored → the same rewritten for the CPU's kernels, for few columns. Owns the buffers; `close()` frees them and
+    may be called twice.
     """
 
     def __init__(self, table: TensorTable, checked: Checked, devices: Sequence[ggml.Device]):
