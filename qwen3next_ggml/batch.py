@@ -14,6 +14,7 @@ from .errors import OptionError
 
 WANTS = ("last", "all", "none")
 N_UBATCH, MAX_UBATCH = 512, 2048
+MAX_MASK = 1 << 25
 FULL_TILES = 32  # tokens per expert from which tiled kernels gain little by more (docs/log.md)
 
 
@@ -68,12 +69,13 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
     return np.ascontiguousarray(out, np.int32)
 
 
-def best_ubatch(n_expert: int, n_expert_used: int, *, tiled: bool) -> int:
+def best_ubatch(n_expert: int, n_expert_used: int, n_ctx: int, *, tiled: bool) -> int:
     """Return how many tokens are best computed at once: N_UBATCH, as in llama.cpp, or up to MAX_UBATCH for `tiled` kernels, whose tiles
-    of 16 tokens stay half empty where each of many experts gets few of them.
+    of 16 tokens stay half empty where each of many experts gets few of them. A long context leaves it at less: a mask has a number for
+    every token and cell.
     """
     n = N_UBATCH
-    while tiled and n < MAX_UBATCH and n * n_expert_used < FULL_TILES * n_expert:
+    while tiled and n < MAX_UBATCH and n * n_expert_used < FULL_TILES * n_expert and 2 * n * n_ctx <= MAX_MASK:
         n *= 2
     return n
 

@@ -63,7 +63,7 @@ class Session:
         self.options = resolved.for_session(type_v, n_seq_max, devices)
         # without the fused op all of q·k is in memory at once, and so is a state for each checkpoint of a ubatch
         tiled = model.tiles_experts and resolved.flash_attn and not checkpoint_every
-        self.n_ubatch = min(n_ubatch or best_ubatch(hp.n_expert, hp.n_expert_used, tiled=tiled), self.n_ctx)
+        self.n_ubatch = min(n_ubatch or best_ubatch(hp.n_expert, hp.n_expert_used, self.n_ctx, tiled=tiled), self.n_ctx)
         self._one_by_one = self.options.delta_net == "autoregressive"
         n_tokens = 1 if self._one_by_one else self.n_ubatch
         # the most a ubatch can have: the first of them as early as can be

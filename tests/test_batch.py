@@ -60,15 +60,16 @@ def test_unknown_want_is_refused():
         split_equal(ids(1), {0: 0}, want="first", n_ubatch=1)
 
 
-@pytest.mark.parametrize("n_expert, n_used, tiled, wanted", [
-    (512, 10, True, 2048), (512, 10, False, 512), (128, 8, True, 512), (256, 8, True, 1024), (4096, 1, True, 2048),
+@pytest.mark.parametrize("n_expert, n_used, n_ctx, tiled, wanted", [
+    (512, 10, 4096, True, 2048), (512, 10, 4096, False, 512), (128, 8, 4096, True, 512), (256, 8, 4096, True, 1024), (4096, 1, 4096, True, 2048),
+    (512, 10, 16384, True, 2048), (512, 10, 32768, True, 1024), (512, 10, 262144, True, 512),
 ])  # fmt: skip
-def test_more_tokens_at_once_where_each_expert_gets_few(n_expert, n_used, tiled, wanted):
-    assert best_ubatch(n_expert, n_used, tiled=tiled) == wanted
+def test_more_tokens_at_once_where_each_expert_gets_few(n_expert, n_used, n_ctx, tiled, wanted):
+    assert best_ubatch(n_expert, n_used, n_ctx, tiled=tiled) == wanted
 
 
 def test_a_session_computes_many_at_once_only_where_that_costs_no_memory_besides(monkeypatch):
-    monkeypatch.setattr("qwen3next_ggml.session.best_ubatch", lambda n_expert, n_used, *, tiled: 768 if tiled else 256)
+    monkeypatch.setattr("qwen3next_ggml.session.best_ubatch", lambda n_expert, n_used, n_ctx, *, tiled: 768 if tiled else 256)
     with qwen3next_ggml.load() as model:
         model.tiles_experts = True
         for options, wanted in (({}, 768), ({"n_ubatch": 64}, 64), ({"n_ctx": 512}, 512), ({"checkpoint_every": 64}, 256), ({"flash_attn": False}, 256)):
