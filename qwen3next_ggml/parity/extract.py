@@ -126,6 +126,7 @@ def _kernel(node: ggml.Tensor, calls: Mapping) -> ggml.Tensor:
 def _taken(node: ggml.Tensor, kernel: ggml.Tensor, calls: Sequence) -> OneOp:
     names: dict[ggml.Tensor, str] = {kernel: "y"}
     operands, arrays, given = {}, {}, {}
+    calls = _without_idle_places(kernel, calls)
     for _, arguments in calls:
         for argument, x in arguments.items():
             if isinstance(x, ggml.Tensor) and x != kernel:
@@ -144,6 +145,13 @@ def _taken(node: ggml.Tensor, kernel: ggml.Tensor, calls: Sequence) -> OneOp:
     result = Laid(node.type.name, node.ne, node.nb, node.data - kernel.data)
     whole = result.contiguous and node.nelements == kernel.nelements and node.type == kernel.type
     return OneOp(node.name, op, tuple(spelt), operands, result, whole, arrays)
+
+
+def _without_idle_places(kernel: ggml.Tensor, calls: Sequence) -> list:
+    """Return the calls that decide what is computed: where a result lies does so only if the op reads from there."""
+    read = {x for method, arguments in calls if method != "into" for x in arguments.values() if isinstance(x, ggml.Tensor) and x != kernel}
+    read |= {x.view_src for x in read}
+    return [(method, arguments) for method, arguments in calls if method != "into" or arguments["owner"] in read]
 
 
 def _argument(x: object, names: Mapping[ggml.Tensor, str]) -> object:
