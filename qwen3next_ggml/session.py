@@ -33,7 +33,7 @@ class Session:
 
     `n_ctx` cells (rounded up to 256; 0 = what the model was trained for) are shared by all sequences. `n_ubatch` tokens are computed
     at once (None: what `best_ubatch` says). `n_rollback` older states are kept per sequence, so that `rewind` by as many tokens costs
-    nothing; every `checkpoint_every` tokens (0 = never) the recurrent states are copied to the host, `checkpoint_mib` at most.
+    nothing; every `checkpoint_every` tokens (0 = never) states are copied to the host, `checkpoint_mib` at most, oldest dropped first.
     `mtp` keeps what the NextN head needs, so that `drafter` can guess tokens. `graph` is "auto", "plain" (llama.cpp's
     own graph), "lean" or a GraphOptions. `kv_device` is where K, V and recurrent states are kept, and what reads or writes
     them is computed; None is each layer's own device. Raises OptionError for a value that means nothing, BackendError when the state

@@ -78,8 +78,7 @@ def test_laid_values_are_read_before_the_next_layer_takes_their_place(model, nam
 
 def test_a_value_laid_in_the_wrong_row_shows(model, monkeypatch):
     right = logits(model, LEAN)
-    lay = joint_sum._lay
-    monkeypatch.setattr(joint_sum, "_lay", lambda g, x, owner, row, name, il: lay(g, x, owner, 1 if name == "ffn_shexp" else row, name, il))
+    monkeypatch.setitem(joint_sum.PLACES, "ffn_shexp", ("rows", 1))
     assert np.abs(logits(model, LEAN) - right).max() > 1e-3
 
 

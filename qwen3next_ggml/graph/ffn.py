@@ -5,7 +5,7 @@ from math import inf
 from .. import ggml
 from ..ggml.ops import SORT_DESC
 from .builder import GraphBuilder, expect_shape
-from .joint_sum import JointSum
+from .joint_sum import JointSum, lay
 from .linear import linear, linear_id, linears
 
 # the smallest normal float16: a weight sum never divides by less
@@ -24,7 +24,7 @@ def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int, joint: JointSum | N
         ids = g.name(g.top_k(logits, n_used), "ffn_moe_topk", il)
         picked = g.get_rows(g.reshape_3d(logits, 1, n_expert, n_tokens), ids)  # [1, n_used, n_tokens]
         weights = g.soft_max(g.reshape_2d(picked, n_used, n_tokens))
-        weights = joint.lay_weights(g, weights, "ffn_moe_weights_norm", il) if joint else g.name(weights, "ffn_moe_weights_norm", il)
+        weights = lay(g, joint, weights, "ffn_moe_weights_norm", il)
     else:
         probs = g.name(g.soft_max(logits), "ffn_moe_probs", il)
         order = g.argsort(probs, SORT_DESC)
@@ -60,8 +60,7 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int, join
         up = g.name(linear_id(g, wb.ffn_up_exps, x, ids), "ffn_moe_up", il)  # [n_ff, n_used, n_tokens]
         gate = g.name(linear_id(g, wb.ffn_gate_exps, x, ids), "ffn_moe_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_moe_swiglu", il)
-    down = linear_id(g, wb.ffn_down_exps, hidden, ids)
-    return joint.lay_experts(g, down, "ffn_moe_down", il) if joint else g.name(down, "ffn_moe_down", il)
+    return lay(g, joint, linear_id(g, wb.ffn_down_exps, hidden, ids), "ffn_moe_down", il)
 
 
 def _gate_up(g: GraphBuilder, wb) -> ggml.Tensor | None:
@@ -125,8 +124,8 @@ def joint_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, joint: JointSum, il: int)
     logits, open_ = gate_logits(g, wb, x)
     ids, _ = route(g, hp, logits, il, joint)
     experts(g, wb, x, ids, il, joint)
-    joint.lay_shared(g, _shared(g, wb, x, il), "ffn_shexp", il)
-    joint.lay_gate(g, g.sigmoid(g.name(open_, "shared_expert_gate", il)), "shared_expert_gate_sigmoid", il)
+    lay(g, joint, _shared(g, wb, x, il), "ffn_shexp", il)
+    lay(g, joint, g.sigmoid(g.name(open_, "shared_expert_gate", il)), "shared_expert_gate_sigmoid", il)
     return joint.sum(g)
 
 

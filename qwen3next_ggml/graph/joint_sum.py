@@ -7,6 +7,12 @@ import numpy as np
 from .. import ggml
 from .builder import GraphBuilder
 
+# value → where it lies: from which row on, of the rows or of their weights
+PLACES = {
+    "ffn_moe_down": ("rows", 0), "ffn_shexp": ("rows", -2), "attn_residual": ("rows", -1),
+    "ffn_moe_weights_norm": ("weights", 0), "shared_expert_gate_sigmoid": ("weights", -2),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class JointSum:
@@ -28,32 +34,17 @@ class JointSum:
         n = hp.n_expert_used + 2
         return cls(g.scratch("ffn_sum_rows", hp.n_embd, n), g.input("ffn_sum_weights", np.ones((n, 1))))
 
-    def lay_experts(self, g: GraphBuilder, down: ggml.Tensor, name: str, il: int) -> ggml.Tensor:
-        """Lay and name the experts' outputs [n_embd, n_used, 1], a fresh node."""
-        return _lay(g, down, self.rows, 0, name, il)
-
-    def lay_weights(self, g: GraphBuilder, weights: ggml.Tensor, name: str, il: int) -> ggml.Tensor:
-        """Lay and name their weights [n_used, 1]."""
-        return _lay(g, weights, self.weights, 0, name, il)
-
-    def lay_shared(self, g: GraphBuilder, out: ggml.Tensor, name: str, il: int) -> ggml.Tensor:
-        """Lay and name the shared expert's output [n_embd, 1]."""
-        return _lay(g, out, self.rows, self.rows.ne[1] - 2, name, il)
-
-    def lay_gate(self, g: GraphBuilder, gate: ggml.Tensor, name: str, il: int) -> ggml.Tensor:
-        """Lay and name its weight [1, 1]."""
-        return _lay(g, gate, self.weights, self.weights.ne[1] - 2, name, il)
-
-    def lay_residual(self, g: GraphBuilder, x: ggml.Tensor, name: str, il: int) -> ggml.Tensor:
-        """Lay and name the residual [n_embd, 1]."""
-        return _lay(g, x, self.rows, self.rows.ne[1] - 1, name, il)
-
     def sum(self, g: GraphBuilder) -> ggml.Tensor:
         """Add up what was laid → [n_embd, 1]."""
         return g.out_prod(self.rows, self.weights)
 
 
-def _lay(g: GraphBuilder, x: ggml.Tensor, owner: ggml.Tensor, row: int, name: str, il: int) -> ggml.Tensor:
-    x = g.name(g.into(x, owner, row * owner.nb[1]), name, il)
+def lay(g: GraphBuilder, joint: JointSum | None, x: ggml.Tensor, name: str, il: int) -> ggml.Tensor:
+    """Name a fresh node and, where there is a joint sum, let it lie in the place that PLACES has for the name."""
+    if joint is None:
+        return g.name(x, name, il)
+    field, row = PLACES[name]
+    owner = getattr(joint, field)
+    x = g.name(g.into(x, owner, row % owner.ne[1] * owner.nb[1]), name, il)
     g.expand(x)
     return x

@@ -1,7 +1,6 @@
 """The one way a projection enters a graph (level 5)."""
 
 from collections.abc import Sequence
-from math import prod
 
 from .. import ggml
 from .builder import GraphBuilder
@@ -40,8 +39,7 @@ def linears(g: GraphBuilder, weights: Sequence[ggml.Tensor], x: ggml.Tensor) -> 
 
 def _form(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
     """Return w, or the same rewritten where that is faster with the columns of x."""
-    _, n_columns, *more = x.ne
-    few = g.options.repacked_few and n_columns * prod(more) <= FEW_COLUMNS
+    few = g.options.repacked_few and x.nelements <= FEW_COLUMNS * x.ne[0]
     return g.repacked.get(w, w) if few else w
 
 

@@ -17,7 +17,7 @@ from ..graph.delta_net import delta_net, pair_heads, pairs_by_itself
 from ..graph.delta_state import delta_net_in_place, is_in_place, read_state, write_states
 from ..graph.ffn import joint_ffn, moe_ffn
 from ..graph.inputs import Inputs
-from ..graph.joint_sum import JointSum
+from ..graph.joint_sum import JointSum, lay
 from ..graph.linear import linear, linears
 from ..graph.nextn import nextn_block
 from ..graph.norm import gated_rms_norm, l2_norm, rms_norm
@@ -255,8 +255,7 @@ def build_arch_graph(g: GraphBuilder, hp: HParams, w, inp: Inputs, state: GraphS
             x, residual = g.get_rows(x, inp.out_ids), g.get_rows(residual, inp.out_ids)
 
         joint = JointSum.of(g, hp, wb, x.ne[1])
-        x = g.add(x, residual)
-        x = joint.lay_residual(g, x, "attn_residual", il) if joint else g.name(x, "attn_residual", il)
+        x = lay(g, joint, g.add(x, residual), "attn_residual", il)
         normed = g.name(rms_norm(g, x, wb.post_attention_norm, hp.f_norm_rms_eps, il), "attn_post_norm", il)
         if joint:
             x = joint_ffn(g, hp, wb, normed, joint, il)
