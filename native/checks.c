@@ -75,6 +75,8 @@ static bool check_ggml_set_inplace(const ggml_tensor * a, const ggml_tensor * b,
     return writable(a) && check_ggml_set(a, b, nb1, nb2, nb3, offset);
 }
 
+#define check_ggml_acc_inplace check_ggml_set_inplace
+
 static bool check_ggml_add_inplace(const ggml_tensor * a, const ggml_tensor * b)       { (void) b; return writable(a); }
 static bool check_ggml_mul_inplace(const ggml_tensor * a, const ggml_tensor * b)       { (void) b; return writable(a); }
 static bool check_ggml_scale_inplace(const ggml_tensor * a, float s)                   { (void) s; return writable(a); }
@@ -210,6 +212,31 @@ static bool check_ggml_ssm_conv(const ggml_tensor * sx, const ggml_tensor * c) {
         return refuse("the columns of sx must be adjacent");
     }
     return sx->ne[0] >= c->ne[0] || refuse("%lld columns are fewer than the kernel's %lld", (long long) sx->ne[0], (long long) c->ne[0]);
+}
+
+// a [KW, KH, 1, C], b [W, H, C, N]: kernels read both as packed, dimension by dimension or with channels innermost
+static bool check_ggml_conv_2d_dw_direct(const ggml_tensor * a, const ggml_tensor * b, int stride0, int stride1, int pad0, int pad1, int dilation0, int dilation1) {
+    if (stride0 < 1 || stride1 < 1 || dilation0 < 1 || dilation1 < 1 || pad0 < 0 || pad1 < 0) {
+        return refuse("strides and dilations start at 1, padding at 0");
+    }
+    if (a->type != 0 || b->type != 0) {
+        return refuse("a and b must be f32");
+    }
+    if (b->ne[0] + 2 * pad0 <= dilation0 * (a->ne[0] - 1) || b->ne[1] + 2 * pad1 <= dilation1 * (a->ne[1] - 1)) {
+        return refuse("the kernel is larger than the padded input");
+    }
+    const bool inner = b->nb[2] == 4 && b->nb[2] < b->nb[0] && b->nb[0] < b->nb[1];
+    if (T.ggml_is_contiguous(b) && !inner) {
+        return T.ggml_is_contiguous(a) || refuse("a must be packed as b is");
+    }
+    const size_t column = b->ne[2] * b->nb[2], row = b->ne[0] * column, image = b->ne[1] * row;
+    // a single column and row of b would be read as packed and written with channels innermost
+    if (!inner || T.ggml_is_contiguous(b) || (b->ne[0] > 1 && b->nb[0] != column) || (b->ne[1] > 1 && b->nb[1] != row) || (b->ne[3] > 1 && b->nb[3] != image)) {
+        return refuse("b must be packed, or with its channels innermost");
+    }
+    const size_t tap = a->ne[3] * a->nb[3];
+    return (a->nb[3] == 4 && a->nb[2] <= a->nb[0] && a->nb[0] <= a->nb[1] && (a->ne[0] == 1 || a->nb[0] == tap) && (a->ne[1] == 1 || a->nb[1] == a->ne[0] * tap))
+        || refuse("a must have its channels innermost as b has");
 }
 
 // q, k [S_k, H_k, n_tokens, n_seqs], v [S_v, H_v, n_tokens, n_seqs], gate [1 or S_v, H_v, …], beta [1, H_v, …]

@@ -94,7 +94,7 @@ def test_capturing_for_a_while(models, name, delta_net, graph):
 
 
 @pytest.mark.parametrize("patterns", [
-    ("attn_norm-*",), ("a_softplus-*", "z-1", "attn_residual-0"), ("v_conv_predelta-2", "Kcur-3", "conv_input-0"),
+    ("attn_norm-*",), ("a_softplus-*", "z-1", "attn_residual-0"), ("v_conv_predelta-2", "Kcur-3", "conv_states-0"),
 ], ids=" ".join)  # fmt: skip
 def test_nodes_that_are_there_anyway_cost_no_option(models, patterns):
     """Captured for a while in the lean graph, between steps of the lean graph."""

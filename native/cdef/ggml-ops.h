@@ -105,6 +105,7 @@ OP ggml_tensor * ggml_pad_ext(ggml_context * ctx, ggml_tensor * a, int lp0, int 
 OP ggml_tensor * ggml_roll(ggml_context * ctx, ggml_tensor * a, int shift0, int shift1, int shift2, int shift3);
 OP ggml_tensor * ggml_set(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset);
 OP ggml_tensor * ggml_set_inplace(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset);
+OP ggml_tensor * ggml_acc_inplace(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset);
 OP ggml_tensor * ggml_acc(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b, size_t nb1, size_t nb2, size_t nb3, size_t offset);
 
 // attention, recurrence, position
@@ -117,6 +118,8 @@ OP ggml_tensor * ggml_rope_multi(ggml_context * ctx, ggml_tensor * a, ggml_tenso
 OP ggml_tensor * ggml_flash_attn_ext(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, MAYBE ggml_tensor * mask,
     float scale, float max_bias, float logit_softcap);
 OPTIONAL void ggml_flash_attn_ext_set_prec(ggml_tensor * a, int prec);
+OP ggml_tensor * ggml_conv_2d_dw_direct(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b, int stride0, int stride1, int pad0, int pad1,
+    int dilation0, int dilation1);
 OP ggml_tensor * ggml_ssm_conv(ggml_context * ctx, ggml_tensor * sx, ggml_tensor * c);
 OP ggml_tensor * ggml_gated_delta_net(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * g, ggml_tensor * beta,
     ggml_tensor * state, int64_t K);

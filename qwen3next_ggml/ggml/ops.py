@@ -319,6 +319,10 @@ class Ops:
         """Like set, adding b instead of writing it."""
 
     @op
+    def acc_inplace(self, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
+        """Like acc, adding into a -> view of a."""
+
+    @op
     def rope_ext(self, a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int, n_ctx_orig: int, freq_base: float, freq_scale: float,
                  ext_factor: float, attn_factor: float, beta_fast: float, beta_slow: float) -> Tensor:  # fmt: skip
         """Rotate the first n_dims of a [head_dim, n_head, n_tokens, …] by positions i32 b [n_tokens]; c are frequency factors."""
@@ -338,6 +342,13 @@ class Ops:
     def flash_attn_ext(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0,
                        logit_softcap: float = 0.0) -> Tensor:  # fmt: skip
         """Attend: q [d, n_tokens, n_head, …], k and v [d, n_kv, n_head_kv, …], f16 mask [n_kv, n_tokens, …] -> [d_v, n_head, n_tokens, …]."""
+
+    @op
+    def conv_2d_dw_direct(self, a: Tensor, b: Tensor, stride0: int, stride1: int, pad0: int, pad1: int, dilation0: int, dilation1: int) -> Tensor:
+        """Convolve each channel of b [W, H, C, N] with its kernel of a [KW, KH, 1, C], 0 around it -> [OW, OH, C, N], laid as b is.
+
+        Both are packed, or both have their channels innermost, which is fast.
+        """
 
     @op
     def ssm_conv(self, sx: Tensor, c: Tensor) -> Tensor:

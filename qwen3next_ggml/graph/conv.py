@@ -1,5 +1,6 @@
 """The causal depthwise convolution in front of the delta rule, and its window state (level 5)."""
 
+from dataclasses import dataclass
 from math import gcd
 
 from .. import ggml
@@ -8,12 +9,22 @@ from .inputs import Inputs
 from .state import RecurrentState
 
 PARTS = 16
+# below, turning the kernel costs what not turning the tokens saves
+MANY_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a convolution reads, a row per token: `old` [channels, d_conv − 1, n_seqs] before `new` [channels, T, n_seqs]."""
+
+    old: ggml.Tensor
+    new: ggml.Tensor
 
 
 def conv_input(
     g: GraphBuilder, inp: Inputs, window: RecurrentState, x: ggml.Tensor, d_conv: int, il: int
-) -> ggml.Tensor:
-    """Put the last d_conv − 1 columns before x and keep the windows wanted → [d_conv − 1 + T, channels, n_seqs].
+) -> ggml.Tensor | Rows:
+    """Put the last d_conv − 1 columns before x and keep the windows wanted → [d_conv − 1 + T, channels, n_seqs], or both as rows.
 
     x [channels, T, n_seqs]. Mirrors llama.cpp's `build_conv_state`.
     """
@@ -21,6 +32,8 @@ def conv_input(
     expect_shape(x, f"convolution in layer {il}", window.spec.n_embd // (d_conv - 1), inp.sizes.n_seq_tokens, inp.sizes.n_seqs)
     old = g.name(window.read(g, inp), "conv_states", il)
     old = g.name(g.reshape_3d(old, d_conv - 1, channels, n_seqs), "conv_states_reshaped", il)
+    if g.options.conv_by_rows and T >= max(MANY_TOKENS, d_conv) and inp.sizes.kept == (T,):
+        return _rows(g, inp, window, old, x, il)
     if g.options.conv_in_parts and n_seqs == 1:
         columns = g.name(_concat_in_parts(g, old, x), "conv_input", il)
     else:
@@ -28,15 +41,19 @@ def conv_input(
         columns = g.name(g.concat(old, x, 0), "conv_input", il)
 
     nb0, nb1, nb2, _ = columns.nb
-    target = window.target(g, inp)
     for i, t in enumerate(inp.sizes.kept):
-        last = g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, t * nb0)
-        last = g.name(last, "conv_state_last", il)
-        if target is None:
-            window.scatter(g, inp, last, i * n_seqs)
-        else:
-            g.expand(g.cpy(last, g.name(target, "conv_state_update", il)))
+        _keep(g, inp, window, g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, t * nb0), i * n_seqs, il)
     return columns
+
+
+def _keep(g: GraphBuilder, inp: Inputs, window: RecurrentState, last: ggml.Tensor, first: int, il: int) -> None:
+    """Write the windows `last` [d_conv − 1, channels, n_seqs] to the slots of the sequences, scattered ones from state `first` on."""
+    last = g.name(last, "conv_state_last", il)
+    target = window.target(g, inp)
+    if target is None:
+        window.scatter(g, inp, last, first)
+    else:
+        g.expand(g.cpy(last, g.name(target, "conv_state_update", il)))
 
 
 def _concat_in_parts(g: GraphBuilder, old: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
@@ -48,7 +65,43 @@ def _concat_in_parts(g: GraphBuilder, old: ggml.Tensor, x: ggml.Tensor) -> ggml.
     return g.reshape_3d(columns, n_old + T, channels, 1)
 
 
-def conv_silu(g: GraphBuilder, columns: ggml.Tensor, kernel: ggml.Tensor, il: int) -> ggml.Tensor:
-    """Convolve columns [d_conv − 1 + T, channels, n_seqs] with kernel [d_conv, channels] → silu [channels, T, n_seqs]."""
-    out = g.name(g.ssm_conv(columns, kernel), "conv_output_raw", il)
-    return g.name(g.silu(out), "conv_output_silu", il)
+def _rows(g: GraphBuilder, inp: Inputs, window: RecurrentState, old: ggml.Tensor, x: ggml.Tensor, il: int) -> Rows:
+    """Turn old [n_old, channels, n_seqs], which is little, instead of x [channels, T, n_seqs], and keep the window after T."""
+    n_old, (channels, T, n_seqs, _) = old.ne[0], x.ne
+    x = x if x.is_contiguous else g.cont(x)
+    old = g.cont(g.transpose(old))
+    # the window that is kept takes the place of the old one
+    g.expand(old)
+    _, nb1, nb2, _ = x.nb
+    last = g.view_3d(x, channels, n_old, n_seqs, nb1, nb2, (T - n_old) * nb1)
+    _keep(g, inp, window, g.transpose(last), 0, il)
+    return Rows(old, x)
+
+
+def conv_silu(g: GraphBuilder, columns: ggml.Tensor | Rows, kernel: ggml.Tensor, il: int) -> ggml.Tensor:
+    """Convolve columns [d_conv − 1 + T, channels, n_seqs] or rows with kernel [d_conv, channels] → silu [channels, T, n_seqs]."""
+    out = _convolve_rows(g, columns, kernel) if isinstance(columns, Rows) else g.ssm_conv(columns, kernel)
+    return g.name(g.silu(g.name(out, "conv_output_raw", il)), "conv_output_silu", il)
+
+
+def _convolve_rows(g: GraphBuilder, rows: Rows, kernel: ggml.Tensor) -> ggml.Tensor:
+    """Convolve rows with kernel [d_conv, channels] → [channels, T, n_seqs], the sum of what old and new rows give."""
+    d_conv, (channels, T, n_seqs, _) = kernel.ne[0], rows.new.ne
+    kernel = g.reshape_4d(g.cont(g.transpose(kernel)), 1, channels, 1, d_conv)
+    kernel = g.permute(kernel, 2, 3, 0, 1)  # [1, d_conv, 1, channels]
+    out, of_old = (_convolve_padded(g, x, kernel) for x in (rows.new, rows.old))
+    _, nb1, nb2, nb3 = of_old.nb
+    # the first d_conv − 1 rows are the padding's before the old ones
+    of_old = g.view_3d(of_old, channels, d_conv - 1, n_seqs, nb1, nb2, (d_conv - 1) * nb1)
+    _, nb1, nb2, nb3 = out.nb
+    out = g.acc_inplace(out, of_old, nb1, nb2, nb3, 0)
+    return g.view_3d(out, channels, T, n_seqs, nb1, nb2, 0)
+
+
+def _convolve_padded(g: GraphBuilder, x: ggml.Tensor, kernel: ggml.Tensor) -> ggml.Tensor:
+    """Convolve x [channels, n, n_seqs], between rows of 0, with kernel [1, d_conv, 1, channels] → [channels, n + d_conv − 1, n_seqs]."""
+    (channels, n, n_seqs, _), (size, nb1, nb2, _), d_conv = x.ne, x.nb, kernel.ne[1]
+    # an image with one column; the step from column to column is never made, but must lie between those of channels and rows
+    x = g.permute(g.view_4d(x, channels, 1, n, n_seqs, 2 * size, nb1, nb2, 0), 2, 0, 1, 3)  # [1, n, channels, n_seqs]
+    out = g.conv_2d_dw_direct(kernel, x, 1, 1, 0, d_conv - 1, 1, 1)  # [1, n + d_conv − 1, channels, n_seqs], channels adjacent
+    return g.reshape_3d(g.permute(out, 1, 2, 0, 3), channels, n + d_conv - 1, n_seqs)

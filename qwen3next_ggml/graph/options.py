@@ -30,6 +30,7 @@ class GraphOptions:
     `grouped_attn`: with few tokens, multiply K and V with all query heads that share them at once instead of head by head; V is
     kept transposed for it, and turned for flash attention.
     `conv_in_parts`: join old and new columns of the convolution in several parts, as threads share parts only.
+    `conv_by_rows`: convolve a prompt's tokens as they lie, a row each, instead of turning them into columns.
     `stacked_weights`: multiply one column once with weights that lie one behind the other, and cut the result; the experts' with any.
     `repacked_few`: multiply few columns with weights rewritten for the CPU's kernels, where they are held beside the stored ones.
     `fewer_conts`: let elementwise ops read strided views, and gate in one op, instead of copying views first.
@@ -51,6 +52,7 @@ class GraphOptions:
     fewer_conts: bool = False
     grouped_attn: bool = False
     conv_in_parts: bool = False
+    conv_by_rows: bool = False
     stacked_weights: bool = False
     repacked_few: bool = False
 
@@ -68,8 +70,11 @@ class GraphOptions:
         # a quantised V has no row per value, and columns of many sequences would mostly meet cells of the others
         grouped = not self.flash_attn or n_seq_max <= FEW_SEQS and type_v in ("f32", "f16", "bf16")
         # memory that several nodes write into has no copies on other devices, and GPUs want places that are aligned
-        one_cpu = [device.kind for device in devices] == ["cpu"]
-        return self.but(grouped_attn=self.grouped_attn and grouped, joint_sum=self.joint_sum and one_cpu)
+        kinds = [device.kind for device in devices]
+        return self.but(
+            grouped_attn=self.grouped_attn and grouped, joint_sum=self.joint_sum and kinds == ["cpu"],
+            conv_by_rows=self.conv_by_rows and set(kinds) == {"cpu"},
+        )
 
     def but(self, **changes) -> "GraphOptions":
         """Return a copy with some options changed."""
@@ -80,6 +85,6 @@ PLAIN = GraphOptions()
 LEAN = GraphOptions(
     prune_last=True, top_k_first=True, expert_sum=True, joint_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
     finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
-    grouped_attn=True, conv_in_parts=True, stacked_weights=True, repacked_few=True,
+    grouped_attn=True, conv_in_parts=True, conv_by_rows=True, stacked_weights=True, repacked_few=True,
 )
 FAST_OPTIONS = tuple(f.name for f in fields(GraphOptions) if f.name not in ("delta_net", "flash_attn"))

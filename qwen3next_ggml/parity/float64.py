@@ -122,6 +122,9 @@ class Float64:
         as_strided(out.reshape(-1)[offset // 4 :], b.shape, (2 * nb3, 2 * nb2, 2 * nb1, 8))[...] = b
         return out
 
+    def acc_inplace(self, a, b, nb1, nb2, nb3, offset):
+        return a + self.set_inplace(np.zeros_like(a), b, nb1, nb2, nb3, offset)
+
     def concat(self, a, b, dim):
         return np.concatenate([a, b], axis=3 - dim)
 
@@ -146,6 +149,12 @@ class Float64:
 
     def ssm_conv(self, x, kernel):
         return np.einsum("zsctk,zyck->zstc", sliding_window_view(x, kernel.shape[-1], axis=-1), kernel)
+
+    def conv_2d_dw_direct(self, a, b, stride0, stride1, pad0, pad1, dilation0, dilation1):
+        if {stride0, stride1, dilation0, dilation1} != {1}:
+            raise NotKnown("conv_2d_dw_direct with strides or gaps")
+        windows = sliding_window_view(np.pad(b, ((0, 0), (0, 0), (pad1, pad1), (pad0, pad0))), a.shape[2:], axis=(2, 3))
+        return np.einsum("nchwyx,czyx->nchw", windows, a)
 
     def rope_ext(self, a, pos, c, n_rot, mode, n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow):
         if mode != ops.ROPE_NEOX or c is not None:

@@ -147,6 +147,8 @@ def _matrix(g, kind, T):
 def _convolutions() -> Iterator[Case]:
     for T, n_seqs in product((1, 4, 65, 513), (1, 3)):
         yield Case("ssm_conv", f"4 taps, 97 channels, T {T}, {n_seqs} seq", lambda g, T=T, n=n_seqs: _convolution(g, T, n))
+    for T, n_seqs in product((3, 16, 513), (1, 3)):
+        yield Case("conv_2d_dw", f"4 taps, 97 channels, T {T}, {n_seqs} seq, a row each", lambda g, T=T, n=n_seqs: _row_convolution(g, T, n))
 
 
 def _convolution(g, T, n_seqs):
@@ -154,6 +156,17 @@ def _convolution(g, T, n_seqs):
     x, kernel = f32(rng.normal(size=(n_seqs, 97, 3 + T))), f32(rng.normal(size=(97, 4)))
     windows = sliding_window_view(x.astype(np.float64), 4, axis=-1)
     return g.ssm_conv(g.tensor(x), g.tensor(kernel)), against(np.einsum("sctk,ck->stc", windows, kernel))
+
+
+def _row_convolution(g, T, n_seqs):
+    rng = rng_of(T, n_seqs)
+    x, kernel = f32(rng.normal(size=(n_seqs, T, 1, 97))), f32(rng.normal(size=(4, 1, 97, 1)))
+    rows, taps = g.tensor(x), g.tensor(kernel)
+    _, _, nb2, nb3 = rows.nb
+    rows = g.permute(g.view_4d(rows, 97, 1, T, n_seqs, 8, nb2, nb3, 0), 2, 0, 1, 3)  # [1, T, 97, n_seqs]
+    windows = sliding_window_view(np.pad(x.astype(np.float64), ((0, 0), (3, 3), (0, 0), (0, 0))), 4, axis=1)
+    want = np.einsum("stzck,kzcw->sctw", windows, kernel)
+    return g.conv_2d_dw_direct(g.permute(taps, 2, 3, 0, 1), rows, 1, 1, 0, 3, 1, 1), against(want)
 
 
 # attention

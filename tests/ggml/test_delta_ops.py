@@ -81,6 +81,27 @@ def test_ssm_conv(bench, rng, n_tokens, n_seqs):
     assert nmse(got.reshape(want.shape), np.einsum("sctk,ck->stc", windows, kernel[:, ::-1])) > 1e-2
 
 
+@pytest.mark.parametrize("width, n_images", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("inner", [False, True], ids=["packed", "channels innermost"])
+def test_conv_2d_dw_direct(bench, rng, inner, width, n_images):
+    height, channels = 9, 13
+    x, kernel = rng.standard_normal((n_images, channels, height, width)), rng.standard_normal((channels, 1, 4, width))
+    if inner:
+        size, row, image = 4, 4 * channels * width, 4 * channels * width * height
+        column = 4 * channels if width > 1 else 8
+        b = bench.g.view_4d(bench.tensor(x.transpose(0, 2, 3, 1)), channels, width, height, n_images, column, row, image, 0)
+        a = bench.g.permute(bench.tensor(kernel.transpose(2, 3, 0, 1)), 2, 3, 0, 1)
+        assert (b.nb[0], a.nb[3]) == (size, size)
+        out = bench.g.conv_2d_dw_direct(a, bench.g.permute(b, 2, 0, 1, 3), 1, 1, 0, 3, 1, 1)
+    else:
+        out = bench.g.conv_2d_dw_direct(bench.tensor(kernel), bench.tensor(x), 1, 1, 0, 3, 1, 1)
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, ((0, 0), (0, 0), (3, 3), (0, 0))), (4, width), axis=(2, 3))
+    want = np.einsum("nchwyx,czyx->nchw", windows, kernel)
+    got = bench.run(bench.g.cont(out))
+    assert nmse(got.reshape(want.shape), want) <= 1e-7
+    assert nmse(got.reshape(want.shape), np.einsum("nchwyx,czyx->nchw", windows, kernel[:, :, ::-1])) > 1e-2
+
+
 @pytest.mark.parametrize("n, m", [(1, 3), (16, 16), (64, 7)])
 def test_solve_tri(bench, rng, n, m):
     lower = np.tril(rng.standard_normal((2, 3, n, n)) * 0.3, -1) + np.eye(n) * 1.5

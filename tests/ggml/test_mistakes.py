@@ -58,6 +58,27 @@ BUILDING = {
     ),
     "more than there are": (lambda b: b.g.top_k(new(b, 8), 9), ["top_k", "k=9"]),
     "kernel longer than the columns": (lambda b: b.g.ssm_conv(new(b, 3, 5, 1), new(b, 4, 5)), ["ssm_conv", "[3, 5]"]),
+    "depthwise kernel turned, rows not": (
+        lambda b: b.g.conv_2d_dw_direct(b.g.permute(new(b, 1, 5, 1, 4), 2, 3, 0, 1), new(b, 1, 7, 5), 1, 1, 0, 3, 1, 1),
+        ["conv_2d_dw_direct", "packed as b"],
+    ),
+    "depthwise rows turned, kernel not": (
+        lambda b: b.g.conv_2d_dw_direct(new(b, 1, 4, 1, 5), b.g.permute(b.g.view_4d(new(b, 5, 7), 5, 1, 7, 1, 8, 20, 140, 0), 2, 0, 1, 3), 1, 1, 0, 3, 1, 1),
+        ["conv_2d_dw_direct", "innermost as b has"],
+    ),
+    "depthwise rows with gaps": (
+        lambda b: b.g.conv_2d_dw_direct(new(b, 1, 4, 1, 5), b.g.permute(b.g.view_4d(new(b, 6, 7), 5, 1, 7, 1, 8, 24, 168, 0), 2, 0, 1, 3), 1, 1, 0, 3, 1, 1),
+        ["conv_2d_dw_direct", "innermost"],
+    ),
+    "depthwise kernel of another width": (
+        lambda b: b.g.conv_2d_dw_direct(new(b, 1, 4, 1, 5), new(b, 1, 7, 6), 1, 1, 0, 3, 1, 1), ["conv_2d_dw_direct", "[1, 7, 6]"]
+    ),
+    "depthwise kernel longer than the rows": (
+        lambda b: b.g.conv_2d_dw_direct(new(b, 1, 4, 1, 5), new(b, 1, 3, 5), 1, 1, 0, 0, 1, 1), ["conv_2d_dw_direct", "larger than"]
+    ),
+    "depthwise steps of nothing": (
+        lambda b: b.g.conv_2d_dw_direct(new(b, 1, 4, 1, 5), new(b, 1, 7, 5), 1, 0, 0, 3, 1, 1), ["conv_2d_dw_direct", "stride1=0"]
+    ),
     "triangle of no square": (lambda b: b.g.tri(new(b, 8, 4), 0), ["tri", "[8, 4]"]),
     "no such triangle": (lambda b: b.g.tri(new(b, 4, 4), 7), ["tri", "kind 7"]),
     "padding by less than nothing": (lambda b: b.g.pad(new(b, 8), -1, 0, 0, 0), ["pad", "negative"]),
