@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .batch import UBatch
 from .errors import OptionError, UnsupportedModelError
 from .graph.inputs import Sizes
 from .graph.key import GraphKey

@@ -67,13 +67,14 @@ def test_a_patch_may_hold_on_to_a_value_for_a_later_layer(model):
 
 @pytest.mark.parametrize("name", LAID)
 def test_laid_values_are_read_before_the_next_layer_takes_their_place(model, name):
-    for options in (LEAN, APART):
+    def values(options):
         with model.session(n_ctx=256, graph=options) as s, s.capture(f"{name}-*") as seen:
             s.decode(list(range(1, 20)))
             s.decode([30])
-        values = [seen[f"{name}-{il}"] for il in range(4)]
-        wanted = values if options is LEAN else wanted
-        assert all(nmse(a, b) < SAME for a, b in zip(values, wanted)) and not np.array_equal(values[0], values[1])
+        return [seen[f"{name}-{il}"] for il in range(4)]
+
+    laid = values(LEAN)
+    assert all(nmse(a, b) < SAME for a, b in zip(laid, values(APART), strict=True)) and not np.array_equal(laid[0], laid[1])
 
 
 def test_a_value_laid_in_the_wrong_row_shows(model, monkeypatch):

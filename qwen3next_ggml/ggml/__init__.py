@@ -1,7 +1,7 @@
 """The only package that speaks C: ggml's tensors, operations, devices and memory as Python objects (level 1)."""
 
 try:
-    from . import _native
+    from . import _native  # noqa: F401
 except ImportError as error:
     raise ImportError(f"qwen3next_ggml's native module is not built ({error}); in the checkout: pip install --no-build-isolation -e .") from error
 

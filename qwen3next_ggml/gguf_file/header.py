@@ -73,7 +73,6 @@ class KeyValues(Mapping):
 
     def summary(self, key: str, limit: int = 60) -> str:
         """Describe a value on one line: a long array by its length, a long string by its start."""
-        value = self._values[key]
         if self.is_array(key) and self.length(key) > 16:
             return f"[{self.length(key)} values]"
         text = repr(self[key])

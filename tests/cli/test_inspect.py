@@ -47,10 +47,10 @@ def test_totals_are_those_of_the_file(qgraph, bard):
     got = report(qgraph("inspect", "--json"))
     theirs = {t.name: t for t in gguf.GGUFReader(bard).tensors}
     assert [t["name"] for t in got["tensors"]] == list(theirs)
-    for tensor in got["tensors"]:
-        other = theirs[tensor["name"]]
-        assert tensor["shape"] == other.shape.tolist()
-        assert (tensor["type"], tensor["nbytes"]) == (other.tensor_type.name.lower(), int(other.n_bytes))
+    for ours in got["tensors"]:
+        other = theirs[ours["name"]]
+        assert ours["shape"] == other.shape.tolist()
+        assert (ours["type"], ours["nbytes"]) == (other.tensor_type.name.lower(), int(other.n_bytes))
     assert got["n_params"] == sum(int(t.n_elements) for t in theirs.values())
     for key in ("role", "type"):
         assert sum(sums["nbytes"] for sums in got[f"by_{key}"]) == got["nbytes"] == sum(int(t.n_bytes) for t in theirs.values())
@@ -61,8 +61,8 @@ def test_totals_are_those_of_the_file(qgraph, bard):
 def test_types_are_grouped_by_role(qgraph, bard):
     """C10: gates, convolution, norms, experts and the NextN block can be told apart, each with its types."""
     types = {}
-    for tensor in report(qgraph("inspect", bard, "--json"))["tensors"]:
-        types.setdefault(tensor["role"], set()).add(tensor["type"])
+    for found in report(qgraph("inspect", bard, "--json"))["tensors"]:
+        types.setdefault(found["role"], set()).add(found["type"])
     assert types["conv"] == types["norm"] == types["router"] == {"f32"}
     assert types["expert"] == types["shared expert"] == types["linear attention"] == {"q8_0"}
     assert types["gate"] == types["mtp"] == {"f32", "q8_0"}
@@ -73,9 +73,9 @@ def test_types_are_grouped_by_role(qgraph, bard):
 
 def test_text_shows_every_tensor_once(qgraph, toys):
     text = qgraph("inspect", toys.mtp).stdout
-    for tensor in gguf.GGUFReader(toys.mtp).tensors:
-        [line] = [line for line in text.splitlines() if line.split()[:1] == [tensor.name]]
-        assert f"[{', '.join(map(str, tensor.shape))}]" in line and "f32" in line
+    for theirs in gguf.GGUFReader(toys.mtp).tensors:
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [theirs.name]]
+        assert f"[{', '.join(map(str, theirs.shape))}]" in line and "f32" in line
     assert "  0  r r r a n\n" in text
     assert "\nlayer 3, attention\n" in text and "\nlayer 4, nextn\n" in text
 

@@ -22,7 +22,9 @@ def delta_rule(q, k, v, gate, beta, state):
 
 
 def operands(rng, S, H, H_k, T, n_seqs, per_channel):
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    def unit(x):
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
     q, k = (unit(rng.standard_normal((n_seqs, T, H_k, S))).astype(np.float32) for _ in range(2))
     v = rng.standard_normal((n_seqs, T, H, S)).astype(np.float32)
     gate = -np.exp(rng.standard_normal((n_seqs, T, H, S if per_channel else 1)) - 1).astype(np.float32)
