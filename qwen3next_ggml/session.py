@@ -71,7 +71,7 @@ class Session:
         specs = model.arch.state_specs(hp, mtp=True) if mtp else model.arch.state_specs(hp)
         self.memory = HybridMemory(
             specs, state_devices, n_ctx=self.n_ctx, n_seq_max=n_seq_max, type_k=type_k, type_v=type_v,
-            flash_attn=self.options.flash_attn, v_transposed=self.options.v_transposed, n_rollback=n_rollback, n_staging=len(marks),
+            n_rollback=n_rollback, n_staging=len(marks), **self.options.kv_layout,
         )  # fmt: skip
         self.history = History(n_seq_max)
         self.checkpoints = Checkpoints(checkpoint_mib * MIB)

@@ -27,8 +27,8 @@ class GraphOptions:
     `state_in_place`: let a one-token step's new delta state take the place of the old one, where slots are adjacent.
     `joint_qk`: normalise and repeat the query and key heads of a delta net together. `heads_as_seqs`: in a prompt, run value
     heads that share a key head as sequences of their own, which the op pairs by itself, instead of repeating the key heads.
-    `grouped_attn`: with few tokens, multiply K and V with all query heads that share them at once instead of head by head; V is
-    kept transposed for it, and turned for flash attention.
+    `grouped_attn`: with few tokens, multiply K and V with all query heads that share them at once instead of head by head; K is kept
+    head by head for it, so that it is read in one go, V transposed, and turned for flash attention.
     `conv_in_parts`: join old and new columns of the convolution in several parts, as threads share parts only.
     `conv_by_rows`: convolve a prompt's tokens as they lie, a row each, instead of turning them into columns.
     `stacked_weights`: multiply one column once with weights that lie one behind the other, and cut the result; the experts' with any.
@@ -61,9 +61,9 @@ class GraphOptions:
             raise OptionError(f"delta_net must be one of auto, {', '.join(DELTA_NETS)}, got {self.delta_net!r}")
 
     @property
-    def v_transposed(self) -> bool:
-        """Say whether V is kept with a row per value."""
-        return self.grouped_attn or not self.flash_attn
+    def kv_layout(self) -> dict[str, bool]:
+        """Return what a KV cache has to know: whether masks are flash attention's, K is kept head by head, V with a row per value."""
+        return dict(flash_attn=self.flash_attn, k_by_head=self.grouped_attn, v_transposed=self.grouped_attn or not self.flash_attn)
 
     def for_session(self, type_v: str, n_seq_max: int, devices: Sequence) -> "GraphOptions":
         """Return what of these options goes with a V cache of `type_v` shared by up to `n_seq_max` sequences, and with `devices`."""

@@ -57,12 +57,16 @@ class RecurrentSpec:
 
 @dataclass(frozen=True)
 class KvLayer:
-    """The K and V cache of one attention layer: k [n_embd_k_gqa, n_cells], v alike or, `v_transposed`, with a row per value."""
+    """The K and V cache of one attention layer: k [n_embd_k_gqa, n_cells], v alike.
+
+    `k_by_head`: k holds [D, n_cells, H_kv] instead; `v_transposed`: v has a row per value.
+    """
 
     spec: KvSpec
     k: ggml.Tensor
     v: ggml.Tensor
     n_cells: int
+    k_by_head: bool
     v_transposed: bool
 
     def write(self, g: GraphBuilder, inp: Inputs, k_cur: ggml.Tensor, v_cur: ggml.Tensor) -> None:
@@ -72,8 +76,12 @@ class KvLayer:
         n_tokens = inp.sizes.n_tokens
         n_embd_k = self.spec.n_embd_head_k * self.spec.n_head_kv
         n_embd_v = self.spec.n_embd_head_v * self.spec.n_head_kv
-        k_rows = g.view_2d(k_cur, n_embd_k, n_tokens, k_cur.nb[2], 0)  # [n_embd_k_gqa, n_tokens]
-        g.expand(g.set_rows(self.k, k_rows, inp.k_idxs))
+        if self.k_by_head:
+            heads = g.reshape_3d(self.k, self.spec.n_embd_head_k, self.n_cells, self.spec.n_head_kv)
+            g.expand(g.set_rows(heads, g.permute(k_cur, 0, 2, 1, 3), inp.k_idxs))  # of [D, n_tokens, H_kv]
+        else:
+            k_rows = g.view_2d(k_cur, n_embd_k, n_tokens, k_cur.nb[2], 0)  # [n_embd_k_gqa, n_tokens]
+            g.expand(g.set_rows(self.k, k_rows, inp.k_idxs))
         v_idxs = inp.v_idxs(n_embd_v if self.v_transposed else 1)
         if not self.v_transposed:
             v_rows = g.view_2d(v_cur, n_embd_v, n_tokens, v_cur.nb[2], 0)  # [n_embd_v_gqa, n_tokens]
@@ -89,9 +97,10 @@ class KvLayer:
         s = self.spec
         row_k, row_v = self.k.type.row_size, self.v.type.row_size
         n_embd_k, n_embd_v = s.n_embd_head_k * s.n_head_kv, s.n_embd_head_v * s.n_head_kv
+        head, cell = (self.n_cells, 1) if self.k_by_head else (1, s.n_head_kv)
         k = g.view_4d(  # [D, H_kv, n_kv, 1]
             self.k, s.n_embd_head_k, s.n_head_kv, n_kv, 1,
-            row_k(s.n_embd_head_k), row_k(n_embd_k), row_k(n_embd_k * self.n_cells), 0,
+            row_k(s.n_embd_head_k * head), row_k(s.n_embd_head_k * cell), row_k(n_embd_k * self.n_cells), 0,
         )  # fmt: skip
         if not self.v_transposed:
             v = g.view_4d(  # [D, H_kv, n_kv, 1]

@@ -42,8 +42,7 @@ def outline(
 
 def _unplaced(ctx: ggml.Context, specs: Sequence, n_cells: int, type_k: str, type_v: str, options: GraphOptions) -> GraphState:
     """Make the tensors of a state for one sequence, without memory."""
-    kv = KvCache([s for s in specs if isinstance(s, KvSpec)], n_cells, 1, type_k=type_k, type_v=type_v, flash_attn=options.flash_attn,
-                 v_transposed=options.v_transposed)  # fmt: skip
+    kv = KvCache([s for s in specs if isinstance(s, KvSpec)], n_cells, 1, type_k=type_k, type_v=type_v, **options.kv_layout)
     recurrent = RecurrentMemory([s for s in specs if isinstance(s, RecurrentSpec)], 1)
     for spec in specs:
         (kv if isinstance(spec, KvSpec) else recurrent).declare(ctx, spec)

@@ -35,16 +35,16 @@ class HybridMemory:
     """Own every state tensor of a session, on the device of its layer.
 
     Only `apply`, `rewind`, `fork`, `restore` and `clear` move a cursor. A new sequence starts from zeros. `devices[il]`
-    is the layer's device; `n_rollback` older recurrent states are kept per sequence.
+    is the layer's device; `n_rollback` older recurrent states are kept per sequence; `kv_layout` as `KvCache`.
     """
 
     def __init__(
         self, specs: Sequence[KvSpec | RecurrentSpec], devices: Sequence[ggml.Device], *, n_ctx: int, n_seq_max: int,
-        type_k: str, type_v: str, flash_attn: bool, v_transposed: bool, n_rollback: int = 0, n_staging: int = 0,
+        type_k: str, type_v: str, n_rollback: int = 0, n_staging: int = 0, **kv_layout: bool,
     ):  # fmt: skip
         kv = [s for s in specs if isinstance(s, KvSpec)]
         recurrent = [s for s in specs if isinstance(s, RecurrentSpec)]
-        self.kv = KvCache(kv, n_ctx, n_seq_max, type_k=type_k, type_v=type_v, flash_attn=flash_attn, v_transposed=v_transposed)
+        self.kv = KvCache(kv, n_ctx, n_seq_max, type_k=type_k, type_v=type_v, **kv_layout)
         self.recurrent = RecurrentMemory(recurrent, n_seq_max, n_rollback=n_rollback, n_staging=n_staging)
         self.n_ctx = n_ctx
         self.n_past = [0] * n_seq_max

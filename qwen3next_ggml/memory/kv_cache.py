@@ -13,6 +13,7 @@ from ..batch import UBatch
 from ..errors import ContextFull, OptionError
 from ..ggml import types
 from ..graph.state import KvLayer, KvSpec
+from .kv_bytes import read_rows, row_size, write_rows
 
 N_PAD = 256  # n_kv grows in such steps, so that a graph serves 256 decode steps
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
@@ -26,17 +27,18 @@ def padded(n: int) -> int:
 class KvCache:
     """Own the caches, know which cell holds what, and say what a ubatch may see.
 
-    `v_transposed` keeps V with a row per value, as llama.cpp does without flash attention; a quantised V cannot be kept so.
+    `k_by_head` keeps the cells of each head together. `v_transposed` keeps V with a row per value, as llama.cpp does without flash
+    attention; a quantised V cannot be kept so.
     """
 
     def __init__(
         self, specs: Sequence[KvSpec], n_cells: int, n_seq_max: int, *, type_k: str, type_v: str, flash_attn: bool,
-        v_transposed: bool,
+        k_by_head: bool, v_transposed: bool,
     ):
         self.specs = tuple(specs)
         self.n_cells = n_cells
         self._n_seq_max = n_seq_max
-        self.flash_attn, self.v_transposed = flash_attn, v_transposed
+        self.flash_attn, self.k_by_head, self.v_transposed = flash_attn, k_by_head, v_transposed
         self.type_k, self.type_v = _cache_type("type_k", type_k), _cache_type("type_v", type_v)
         if self.type_v.is_quantized and v_transposed:
             raise OptionError(f"type_v={type_v} needs flash attention, which is off; use f16 or turn it on")
@@ -69,7 +71,7 @@ class KvCache:
         """Create one layer's tensors in `ctx`; whoever owns `ctx` allocates them."""
         k = ctx.new_tensor(self.type_k, spec.n_embd_head_k * spec.n_head_kv, self.n_cells, name=f"cache_k_l{spec.il}")
         v = ctx.new_tensor(self.type_v, spec.n_embd_head_v * spec.n_head_kv, self.n_cells, name=f"cache_v_l{spec.il}")
-        self.layers[spec.il] = KvLayer(spec, k, v, self.n_cells, self.v_transposed)
+        self.layers[spec.il] = KvLayer(spec, k, v, self.n_cells, self.k_by_head, self.v_transposed)
 
     @property
     def n_free(self) -> int:
@@ -196,29 +198,13 @@ class KvCache:
         """Return how many cells become free when `seq` is cut back to `n_past` tokens."""
         return int(np.count_nonzero(self.pos[self.own(seq)] >= n_past))
 
-    # contents, one row of stored bytes per cell whatever the layout; `what` is "k" or "v"
-
     def read(self, il: int, what: str, cells: np.ndarray) -> np.ndarray:
-        """Return what ascending `cells` of layer `il` hold: uint8 [n, row]."""
-        x, row = getattr(self.layers[il], what), self.row_size(il, what)
-        if self._is_transposed(what):
-            values = x.raw().view(f"u{x.type.type_size}").reshape(-1, self.n_cells)  # [n_embd_v, n_cells]
-            return np.ascontiguousarray(values[:, cells].T).view(np.uint8)
-        parts = [x.raw(run[0] * row, len(run) * row) for run in _runs(cells)]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(-1, row)
+        """Return what ascending `cells` of layer `il` hold: uint8 [n, row]; `what` is "k" or "v"."""
+        return read_rows(self.layers[il], what, cells)
 
     def write(self, il: int, what: str, cells: np.ndarray, rows: np.ndarray) -> None:
         """Let ascending `cells` of layer `il` hold rows, uint8 [n, row]."""
-        x, row = getattr(self.layers[il], what), self.row_size(il, what)
-        if self._is_transposed(what):
-            values = x.raw().view(f"u{x.type.type_size}").reshape(-1, self.n_cells)
-            values[:, cells] = rows.view(values.dtype).T
-            x.set(values.reshape(-1).view(np.uint8))
-            return
-        done = 0
-        for run in _runs(cells):
-            x.set(rows[done : done + len(run)], run[0] * row)
-            done += len(run)
+        write_rows(self.layers[il], what, cells, rows)
 
     def erase(self, cells: np.ndarray) -> None:
         """Write zeros over ascending `cells`: a masked cell still takes part in sums as 0·v, and must not hold NaN."""
@@ -233,8 +219,7 @@ class KvCache:
 
     def row_size(self, il: int, what: str) -> int:
         """Return the bytes of one cell of layer `il`."""
-        spec, dtype = self.layers[il].spec, self.type_k if what == "k" else self.type_v
-        return dtype.row_size(spec.n_head_kv * (spec.n_embd_head_k if what == "k" else spec.n_embd_head_v))
+        return row_size(self.layers[il], what)
 
     def occupy(self, cells: np.ndarray, pos: np.ndarray, seqs: Sequence[int], member: np.ndarray, fed: np.ndarray) -> None:
         """Take `cells` of an empty cache into use: their positions, whose they are [n_seqs, n], which the NextN head has too."""
@@ -244,14 +229,6 @@ class KvCache:
             self._n_held[seq] = int(np.count_nonzero(own))
         self.n_used = len(cells)
         self._find_top(self.pos)
-
-    def _is_transposed(self, what: str) -> bool:
-        return what == "v" and self.v_transposed
-
-
-def _runs(cells: np.ndarray) -> list[np.ndarray]:
-    """Cut ascending cells where one is not the neighbour of the one before."""
-    return np.split(cells, np.flatnonzero(np.diff(cells) != 1) + 1)
 
 
 def _cache_type(what: str, name: str) -> ggml.GgmlType:

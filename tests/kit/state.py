@@ -14,7 +14,11 @@ def halves(session, seq=0):
     cells = np.flatnonzero(memory.kv.member[seq])
     cells = cells[np.argsort(memory.kv.pos[cells])]
     for il, layer in memory.kv.layers.items():
-        found[f"k-{il}"] = layer.k.get()[cells]
+        k = layer.k.get()
+        if memory.kv.k_by_head:
+            n_head, D = layer.spec.n_head_kv, layer.spec.n_embd_head_k
+            k = k.reshape(n_head, memory.kv.n_cells, D).swapaxes(0, 1).reshape(memory.kv.n_cells, n_head * D)
+        found[f"k-{il}"] = k[cells]
         v = layer.v.get()
         found[f"v-{il}"] = v[cells] if not memory.kv.v_transposed else v.reshape(-1, memory.kv.n_cells).T[cells]
     return found
