@@ -57,16 +57,17 @@ class Context:
             tensor.name = name
         return tensor
 
-    def new_part(self, whole: Tensor, start: int, n: int, *, name: str) -> Tensor:
+    def new_part(self, whole: Tensor, start: int, n: int, *, name: str, matrices: range | None = None) -> Tensor:
         """Make a tensor of the `n` rows of whole [n_in, n_out, …] from `start` on, in its memory: a leaf of graphs, where a view is a node.
 
-        Raises GraphError when these rows are not all there, or the context is full or closed.
+        `matrices`: of those only, instead of all. Raises GraphError when these rows are not all there, or the context is full or closed.
         """
-        ne, nb = whole.ne, whole.nb
-        if start < 0 or n < 1 or start + n > ne[1]:
-            raise GraphError(f"new_part: rows {start} to {start + n} of {whole!r}")
-        part = self.new_tensor(whole.type, ne[0], n, *ne[2:], name=name)
-        part._p.nb, part._p.view_src, part._p.view_offs = nb, whole._p, start * nb[1]
+        (n_in, n_out, n_matrices, ne3), nb = whole.ne, whole.nb
+        matrices = range(n_matrices) if matrices is None else matrices
+        if start < 0 or n < 1 or start + n > n_out or matrices.start < 0 or not len(matrices) or matrices.stop > n_matrices:
+            raise GraphError(f"new_part: rows {start} to {start + n} of matrices {matrices.start} to {matrices.stop} of {whole!r}")
+        part = self.new_tensor(whole.type, n_in, n, len(matrices), ne3, name=name)
+        part._p.nb, part._p.view_src, part._p.view_offs = nb, whole._p, start * nb[1] + matrices.start * nb[2]
         return part
 
     def handle(self, p: object) -> Tensor:

@@ -26,8 +26,8 @@ def expect_shape(x: ggml.Tensor, what: str, *wanted: int) -> None:
 class GraphBuilder(ggml.Ops):
     """Build one ggml graph: every op of `ggml.Ops`, plus `name`, `input` and `expand`.
 
-    `scales` maps a weight to its per-tensor scale, `stacks` to those that lie behind it, `repacked` to itself in another layout; `on_name`
-    sees every named value and may replace it.
+    `scales` maps a weight to its per-tensor scale, `stacks` to those that lie behind it, `one_more` to itself and the matrix behind,
+    `repacked` to itself in another layout; `on_name` sees every named value and may replace it.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class GraphBuilder(ggml.Ops):
         *,
         scales: dict | None = None,
         stacks: dict | None = None,
+        one_more: dict | None = None,
         repacked: dict | None = None,
         on_name: Callable | None = None,
     ):
@@ -46,6 +47,7 @@ class GraphBuilder(ggml.Ops):
         self.options = options
         self.scales = scales or {}
         self.stacks = stacks or {}
+        self.one_more = one_more or {}
         self.repacked = repacked or {}
         self.inputs: dict[str, ggml.Tensor] = {}
         self.constants: dict[str, np.ndarray] = {}
@@ -68,12 +70,13 @@ class GraphBuilder(ggml.Ops):
     def input(self, name: str, dtype: ggml.GgmlType | np.ndarray, *ne: int) -> ggml.Tensor:
         """Return the input `name`, creating it with shape `ne` on first use.
 
-        Given an array instead, the input is float32 of its shape reversed and holds it in every run of this graph.
+        Given an array instead, the input is float32, or int32 for integers, of its shape reversed and holds it in every run of this graph.
         """
         if name not in self.inputs:
             if isinstance(dtype, np.ndarray):
-                self.constants[name] = np.ascontiguousarray(dtype, np.float32)
-                dtype, ne = types.F32, dtype.shape[::-1] or (1,)
+                as_is, kind = (np.int32, types.I32) if dtype.dtype.kind == "i" else (np.float32, types.F32)
+                self.constants[name] = np.ascontiguousarray(dtype, as_is)
+                dtype, ne = kind, dtype.shape[::-1] or (1,)
             x = self.inputs[name] = self.context.new_tensor(dtype, *ne, name=name)
             self.set_input(x)
         return self.inputs[name]

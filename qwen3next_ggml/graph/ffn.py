@@ -21,7 +21,7 @@ def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int, joint: JointSum | N
     logits = g.name(logits, "ffn_moe_logits", il)
     if g.options.top_k_first:
         # renormalising cancels the softmax's denominator, so a softmax over the picked logits is the same number
-        ids = g.name(g.top_k(logits, n_used), "ffn_moe_topk", il)
+        ids = lay(g, joint, g.top_k(logits, n_used), "ffn_moe_topk", il)
         picked = g.get_rows(g.reshape_3d(logits, 1, n_expert, n_tokens), ids)  # [1, n_used, n_tokens]
         weights = g.soft_max(g.reshape_2d(picked, n_used, n_tokens))
         weights = lay(g, joint, weights, "ffn_moe_weights_norm", il)
@@ -44,10 +44,12 @@ def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int, joint: JointSum | N
 
 
 def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int, joint: JointSum | None = None) -> ggml.Tensor:
-    """Run the picked experts' SwiGLU on x [n_embd, n_tokens] → [n_embd, n_used, n_tokens]."""
+    """Run the picked experts' SwiGLU on x [n_embd, n_tokens] → [n_embd, n_used, n_tokens]; with `joint.ids` the shared one's too."""
     n_embd, n_tokens = x.ne[0], x.ne[1]
     x = g.reshape_3d(x, n_embd, 1, n_tokens)
-    whole = wb.ffn_gate_up_exps or _gate_up(g, wb)
+    whole, down = wb.ffn_gate_up_exps or _gate_up(g, wb), wb.ffn_down_exps
+    if joint and joint.ids is not None:
+        whole, down, ids = joint.gate_up, joint.down, joint.ids
     if whole is not None:
         both = linear_id(g, whole, x, ids)  # [2·n_ff, n_used, n_tokens]
         if wb.ffn_gate_up_exps is not None:
@@ -60,7 +62,7 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int, join
         up = g.name(linear_id(g, wb.ffn_up_exps, x, ids), "ffn_moe_up", il)  # [n_ff, n_used, n_tokens]
         gate = g.name(linear_id(g, wb.ffn_gate_exps, x, ids), "ffn_moe_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_moe_swiglu", il)
-    return lay(g, joint, linear_id(g, wb.ffn_down_exps, hidden, ids), "ffn_moe_down", il)
+    return lay(g, joint, linear_id(g, down, hidden, ids), "ffn_moe_down", il)
 
 
 def _gate_up(g: GraphBuilder, wb) -> ggml.Tensor | None:
@@ -124,7 +126,8 @@ def joint_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, joint: JointSum, il: int)
     logits, open_ = gate_logits(g, wb, x)
     ids, _ = route(g, hp, logits, il, joint)
     experts(g, wb, x, ids, il, joint)
-    lay(g, joint, _shared(g, wb, x, il), "ffn_shexp", il)
+    if joint.ids is None:
+        lay(g, joint, _shared(g, wb, x, il), "ffn_shexp", il)
     lay(g, joint, g.sigmoid(g.name(open_, "shared_expert_gate", il)), "shared_expert_gate_sigmoid", il)
     return joint.sum(g)
 

@@ -1,16 +1,16 @@
 """The sum at the end of a layer as one op: experts, shared expert and residual of one token, laid one behind the other (level 5)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .. import ggml
 from .builder import GraphBuilder
 
-# value → where it lies: from which row on, of the rows or of their weights
+# value → where it lies: from which row on, of the rows, their weights or ids
 PLACES = {
     "ffn_moe_down": ("rows", 0), "ffn_shexp": ("rows", -2), "attn_residual": ("rows", -1),
-    "ffn_moe_weights_norm": ("weights", 0), "shared_expert_gate_sigmoid": ("weights", -2),
+    "ffn_moe_weights_norm": ("weights", 0), "shared_expert_gate_sigmoid": ("weights", -2), "ffn_moe_topk": ("ids", 0),
 }  # fmt: skip
 
 
@@ -18,10 +18,16 @@ PLACES = {
 class JointSum:
     """Where a layer lays what it adds up: rows [n_embd, n_used + 2] of the experts, the shared one and the residual, and their weights
     [1, n_used + 2], of which the last is 1. All layers use the same memory in turns.
+
+    Where the shared expert's matrices lie behind those of the others it runs as one of them: `gate_up` and `down` are all, `ids`
+    [n_used + 1, 1] ends with its number. Else these are None.
     """
 
     rows: ggml.Tensor
     weights: ggml.Tensor
+    gate_up: ggml.Tensor | None = None
+    down: ggml.Tensor | None = None
+    ids: ggml.Tensor | None = None
 
     @classmethod
     def of(cls, g: GraphBuilder, hp, wb, n_columns: int) -> "JointSum | None":
@@ -32,19 +38,28 @@ class JointSum:
         if not (can and g.options.joint_sum and g.options.expert_sum and g.options.top_k_first):
             return None
         n = hp.n_expert_used + 2
-        return cls(g.scratch("ffn_sum_rows", hp.n_embd, n), g.input("ffn_sum_weights", np.ones((n, 1))))
+        found = cls(g.scratch("ffn_sum_rows", hp.n_embd, n), g.input("ffn_sum_weights", np.ones((n, 1))))
+        gate_up, down = g.one_more.get(wb.ffn_gate_up_exps or wb.ffn_gate_exps), g.one_more.get(wb.ffn_down_exps)
+        if not g.options.shared_as_expert or gate_up is None or down is None or not g.scales.keys().isdisjoint(_experts(wb)):
+            return found
+        return replace(found, gate_up=gate_up, down=down, ids=g.input("ffn_sum_ids", np.full((1, n - 1), hp.n_expert)))
 
     def sum(self, g: GraphBuilder) -> ggml.Tensor:
         """Add up what was laid → [n_embd, 1]."""
         return g.out_prod(self.rows, self.weights)
 
 
+def _experts(wb) -> list[ggml.Tensor]:
+    names = ("gate_up_exps", "gate_exps", "up_exps", "down_exps", "gate_shexp", "up_shexp", "down_shexp")
+    return [w for w in (getattr(wb, f"ffn_{name}") for name in names) if w is not None]
+
+
 def lay(g: GraphBuilder, joint: JointSum | None, x: ggml.Tensor, name: str, il: int) -> ggml.Tensor:
-    """Name a fresh node and, where there is a joint sum, let it lie in the place that PLACES has for the name."""
-    if joint is None:
-        return g.name(x, name, il)
+    """Name a fresh node and, where there is a joint sum with a place for the name, let it lie there."""
     field, row = PLACES[name]
-    owner = getattr(joint, field)
+    owner = getattr(joint, field) if joint else None
+    if owner is None:
+        return g.name(x, name, il)
     x = g.name(g.into(x, owner, row % owner.ne[1] * owner.nb[1]), name, il)
     g.expand(x)
     return x

@@ -20,6 +20,7 @@ class GraphOptions:
     `prune_last`: the last layer's projections and experts only for wanted rows. `top_k_first`: pick experts before
     the softmax, which then runs over the picked ones only. `expert_sum`: weigh and add experts in one op.
     `joint_sum`: lay the shared expert's output and the residual beside the experts' and add all of one token in one op, with `expert_sum`.
+    `shared_as_expert`: run the shared expert of one token as one of those picked, where it lies behind them in memory, with `joint_sum`.
     `kv_as_stored`: hand a float32 cache to flash attention as it is instead of through float16. `state_view`: read the
     states of adjacent slots where they lie instead of gathering them. `state_rows`: gather and scatter a delta state
     head by head, so that threads share the copy. `finite_kv`: limit K and V to what float16 holds before they are
@@ -42,6 +43,7 @@ class GraphOptions:
     top_k_first: bool = False
     expert_sum: bool = False
     joint_sum: bool = False
+    shared_as_expert: bool = False
     kv_as_stored: bool = False
     state_view: bool = False
     state_rows: bool = False
@@ -83,7 +85,7 @@ class GraphOptions:
 
 PLAIN = GraphOptions()
 LEAN = GraphOptions(
-    prune_last=True, top_k_first=True, expert_sum=True, joint_sum=True, kv_as_stored=True, state_view=True, state_rows=True,
+    prune_last=True, top_k_first=True, expert_sum=True, joint_sum=True, shared_as_expert=True, kv_as_stored=True, state_view=True, state_rows=True,
     finite_kv=True, state_in_place=True, joint_qk=True, heads_as_seqs=True, fewer_conts=True,
     grouped_attn=True, conv_in_parts=True, conv_by_rows=True, stacked_weights=True, repacked_few=True,
 )

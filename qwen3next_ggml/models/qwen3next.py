@@ -199,6 +199,9 @@ def _declare_experts(block: Block, hp: HParams) -> None:
     block.declare("ffn_down_shexp.weight", (n_ff_shexp, n_embd), role="shared expert", op="mul_mat")
     for names in (("ffn_gate_inp", "ffn_gate_inp_shexp"), ("ffn_gate_exps", "ffn_up_exps"), ("ffn_gate_shexp", "ffn_up_shexp")):
         block.multiply_together(*names)
+    for gate_up in (("ffn_gate_exps", "ffn_up_exps"), ("ffn_gate_up_exps",)):
+        block.lie_behind(gate_up, ("ffn_gate_shexp", "ffn_up_shexp"))
+    block.lie_behind(("ffn_down_exps",), ("ffn_down_shexp",))
 
 
 def _declare_nextn(block: Block, hp: HParams) -> None:

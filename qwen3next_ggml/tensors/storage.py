@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from .. import ggml
 from ..ggml import GgmlType
 from ..gguf_file import GgufFile, TensorInfo
 from .policy import LoadPolicy
-from .table import Decl
+from .table import Decl, TensorTable
 
 if TYPE_CHECKING:
     from .weights import Weights
@@ -50,6 +50,24 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Tensors that are rows of one, and `behind` those that are one more matrix of it."""
+
+    items: list[Item]
+    behind: list[Item] = field(default_factory=list)
+
+    @property
+    def ne(self) -> tuple[int, int, int]:
+        """Return the shape of all rows: n_in, Σ n_out, and how many matrices."""
+        n_in, _, n_matrices = (*self.items[0].decl.ne, 1, 1)[:3]
+        return n_in, sum(map(_n_out, self.items)), n_matrices
+
+    def takes(self, behind: list[Item]) -> bool:
+        """Say whether these have the type and the shape of one more matrix."""
+        return behind[0].type == self.items[0].type and Group(behind).ne == (*self.ne[:2], 1)
+
+
+@dataclass(frozen=True)
 class Stack:
     """Weights that are rows of one tensor, and where the product of each lies in the product of all: (n_out, byte offset)."""
 
@@ -63,18 +81,19 @@ class Stack:
 
 
 def create(
-    file: GgufFile, weights: Weights, items: list[Item], together: Iterable[Sequence[str]], data: bool, policy: LoadPolicy, n_threads: int
+    file: GgufFile, weights: Weights, items: list[Item], table: TensorTable, data: bool, policy: LoadPolicy, n_threads: int
 ) -> None:
     """Make the tensors of each place, give them storage and fill what is not mapped.
 
-    What is copied into the host's memory and multiplied `together` becomes views of one tensor, their rows one behind the other.
+    What is copied into the host's memory and multiplied together becomes views of one tensor, their rows one behind the other.
     """
     for place in dict.fromkeys(item.place for item in items):
         inside = [item for item in items if item.place == place]
         tensors = weights.beside if place.beside else weights.by_name
-        groups = _grouped(inside, together if place.how != MAPPED and place.device.kind == "cpu" else ())
-        ctx = weights._stack.enter_context(ggml.Context(len(inside) + sum(len(group) > 1 for group in groups)))
-        _declare(ctx, tensors, weights.stacks, groups)
+        groups = _grouped(inside, table) if place.how != MAPPED and place.device.kind == "cpu" else [Group([item]) for item in inside]
+        ctx = weights._stack.enter_context(ggml.Context(len(inside) + 3 * len(groups)))
+        for group in groups:
+            _declare(ctx, tensors, weights, group)
         weights.planned[place.how] += sum(size_of(tensors[item.decl.name]) for item in inside)
         if not place.beside:
             weights.placed |= dict.fromkeys((item.decl.name for item in inside), place.how)
@@ -90,36 +109,62 @@ def create(
             _fill(file, tensors, groups, n_threads)
 
 
-def _grouped(items: list[Item], together: Iterable[Sequence[str]]) -> list[list[Item]]:
+def _grouped(items: list[Item], table: TensorTable) -> list[Group]:
     """Return those that are multiplied together and can be rows of one tensor, in their order, and each other one by itself."""
     # rewritten rows are woven into each other: of many matrices in a tensor no part is a tensor again
     by_name = {item.decl.name: item for item in items if item.place.how == COPIED or len(item.decl.ne) == 2}
-    found = []
-    for names in together:
+    runs = []
+    for names in table.together:
         present = [by_name[name] for name in names if name in by_name]
-        runs = (list(run) for _, run in groupby(present, key=lambda item: (item.type, item.decl.ne[0], item.decl.ne[2:])))
-        found += [run for run in runs if len(run) > 1]
-    inside = {item.decl.name for run in found for item in run}
-    return [*found, *([item] for item in items if item.decl.name not in inside)]
+        alike = (list(run) for _, run in groupby(present, key=lambda item: (item.type, item.decl.ne[0], item.decl.ne[2:])))
+        runs += [run for run in alike if len(run) > 1]
+    inside = {item.decl.name for run in runs for item in run}
+    groups = {_names(run): Group(run) for run in [*runs, *([item] for item in items if item.decl.name not in inside)]}
+    for many, one in table.behind:
+        if many in groups and one in groups and many[0] in by_name and groups[many].takes(groups[one].items):
+            groups[many] = Group(groups[many].items, groups.pop(one).items)
+    return list(groups.values())
 
 
-def _declare(ctx: ggml.Context, tensors: dict[str, ggml.Tensor], stacks: dict[ggml.Tensor, Stack], groups: list[list[Item]]) -> None:
-    """Create the tensors of each group by name, several as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
-    for run in groups:
-        if len(run) == 1:
-            [item] = run
-            tensors[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
-            continue
-        shapes = [(*item.decl.ne, 1, 1)[:3] for item in run]
-        ends = list(accumulate(n_out for _, n_out, _ in shapes))
-        n_in, _, n_expert = shapes[0]
-        first, *rest = (item.decl.name.removesuffix(".weight") for item in run)
-        name = "+".join([first, *(name.rpartition(".")[2] for name in rest)]) + ".weight"
-        whole = ctx.new_tensor(run[0].type, n_in, ends[-1], n_expert, name=name)
-        cuts = [(n_out, 4 * (end - n_out)) for (_, n_out, _), end in zip(shapes, ends)]
-        parts = [ctx.new_part(whole, offset // 4, n_out, name=item.decl.name) for item, (n_out, offset) in zip(run, cuts)]
-        tensors |= {part.name: part for part in parts}
-        stacks[parts[0]] = Stack(whole, tuple(parts), tuple(cuts))
+def _n_out(item: Item) -> int:
+    return (*item.decl.ne, 1)[1]
+
+
+def _names(items: Sequence[Item]) -> tuple[str, ...]:
+    return tuple(item.decl.name for item in items)
+
+
+def _declare(ctx: ggml.Context, tensors: dict[str, ggml.Tensor], weights: Weights, group: Group) -> None:
+    """Create the tensors of a group by name, several as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
+    if len(group.items) == 1 and not group.behind:
+        [item] = group.items
+        tensors[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
+        return
+    n_in, n_out, n_matrices = group.ne
+    # ggml keeps 63 bytes of a name
+    first, *rest = (name.removesuffix(".weight") for name in _names([*group.items, *group.behind[:1]]))
+    name = "+".join([first, *(name.rpartition(".")[2] for name in rest)]) + ".weight"
+    whole = ctx.new_tensor(group.items[0].type, n_in, n_out, n_matrices + bool(group.behind), name=name)
+    _cut(ctx, tensors, weights, whole, group.items, range(n_matrices))
+    if group.behind:
+        _cut(ctx, tensors, weights, whole, group.behind, range(n_matrices, n_matrices + 1))
+        weights.one_more[tensors[group.items[0].decl.name]] = whole
+
+
+def _cut(
+    ctx: ggml.Context, tensors: dict[str, ggml.Tensor], weights: Weights, whole: ggml.Tensor, items: list[Item], matrices: range
+) -> None:
+    """Make parts of the rows of some matrices of `whole`, and note that several together are all of these rows."""
+    ends = list(accumulate(map(_n_out, items)))
+    starts = [0, *ends[:-1]]
+    parts = [
+        ctx.new_part(whole, start, end - start, name=item.decl.name, matrices=matrices) for item, start, end in zip(items, starts, ends)
+    ]
+    tensors |= {part.name: part for part in parts}
+    if len(parts) > 1:
+        all_rows = whole if len(matrices) == whole.ne[2] else ctx.new_part(whole, 0, ends[-1], name=whole.name, matrices=matrices)
+        cuts = tuple((end - start, 4 * start) for start, end in zip(starts, ends))
+        weights.stacks[parts[0]] = Stack(all_rows, tuple(parts), cuts)
 
 
 def size_of(tensor: ggml.Tensor) -> int:
@@ -139,7 +184,7 @@ def _map(file: GgufFile, weights: Weights, place: Place, items: list[Item], huge
         buffer.place(weights.by_name[item.decl.name], item.info.offset)
 
 
-def _fill(file: GgufFile, tensors: dict[str, ggml.Tensor], groups: list[list[Item]], n_threads: int) -> None:
+def _fill(file: GgufFile, tensors: dict[str, ggml.Tensor], groups: list[Group], n_threads: int) -> None:
     """Read tensors into their buffers or have ggml copy and rewrite them, several at once: neither holds the GIL."""
 
     def fill(item: Item) -> None:
@@ -153,7 +198,7 @@ def _fill(file: GgufFile, tensors: dict[str, ggml.Tensor], groups: list[list[Ite
 
     # threads that touch new pages of one tensor wait for each other
     with ThreadPoolExecutor(n_threads) as pool:
-        deque(pool.map(lambda group: deque(map(fill, group), maxlen=0), groups), maxlen=0)
+        deque(pool.map(lambda group: deque(map(fill, [*group.items, *group.behind]), maxlen=0), groups), maxlen=0)
 
 
 def _pieces(tensor: ggml.Tensor, memory: memoryview) -> Iterator[memoryview]:

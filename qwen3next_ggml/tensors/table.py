@@ -97,6 +97,7 @@ class TensorTable:
         self.kinds: list[Kind] = []
         self.ties: dict[str, str] = {}
         self.together: list[tuple[str, ...]] = []
+        self.behind: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
 
     def declare(self, name: str, ne: tuple[int, ...], *, role: str, **options) -> None:
         """Add a tensor of shape `ne` (ggml order); options are the other fields of `Decl`."""
@@ -109,6 +110,10 @@ class TensorTable:
     def multiply_together(self, *names: str) -> None:
         """Say that these weights are multiplied with the same vectors: where they may lie anywhere, they are laid one behind the other."""
         self.together.append(names)
+
+    def lie_behind(self, many: tuple[str, ...], one: tuple[str, ...]) -> None:
+        """Say that `one`, weights of a matrix each, are like `many`, of several: where they may, they lie behind the last of those."""
+        self.behind.append((many, one))
 
     def block(self, il: int, *, role: str | None = None, load: bool = True) -> Block:
         """Return a view that declares tensors of block il; a role given here holds for all of them."""
@@ -203,7 +208,14 @@ class Block:
 
     def multiply_together(self, *names: str) -> None:
         """Do as `TensorTable.multiply_together`."""
-        self.table.multiply_together(*(f"blk.{self.il}.{name}.weight" for name in names))
+        self.table.multiply_together(*self._named(names))
+
+    def lie_behind(self, many: Sequence[str], one: Sequence[str]) -> None:
+        """Do as `TensorTable.lie_behind`."""
+        self.table.lie_behind(self._named(many), self._named(one))
+
+    def _named(self, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(f"blk.{self.il}.{name}.weight" for name in names)
 
     def is_kind(self, kind: str, *, not_with: Sequence[str]) -> None:
         """Say what the metadata makes of this block; a file with one of these tensors in it is refused."""

@@ -25,15 +25,16 @@ from .table import Checked, Decl, TensorTable
 class Weights:
     """Tensors by GGUF name: `w.token_embd`, `w.blk[il].attn_norm`; None where optional and absent.
 
-    `scales`: weight → its scale. `stacks`: first of several weights that are rows of one tensor → all of them. `repacked`: weight
-    that is held as it is stored → the same rewritten for the CPU's kernels, for few columns. Owns the buffers; `close()` frees them and
-    may be called twice.
+    `scales`: weight → its scale. `stacks`: first of several weights that are rows of one tensor → all of them. `one_more`: first of those
+    with many matrices → them and one behind. `repacked`: weight that is held as it is stored → the same rewritten for the CPU's
+    kernels, for few columns. Owns the buffers; `close()` frees them and may be called twice.
     """
 
     def __init__(self, table: TensorTable, checked: Checked, devices: Sequence[ggml.Device]):
         self.by_name: dict[str, ggml.Tensor] = {}
         self.scales: dict[ggml.Tensor, ggml.Tensor] = {}
         self.stacks: dict[ggml.Tensor, Stack] = {}
+        self.one_more: dict[ggml.Tensor, ggml.Tensor] = {}
         self.repacked: dict[ggml.Tensor, ggml.Tensor] = {}
         self.beside: dict[str, ggml.Tensor] = {}
         self.notes: list[str] = []
@@ -50,7 +51,7 @@ class Weights:
     @property
     def for_graphs(self) -> dict[str, dict]:
         """What a GraphBuilder has to know of the weights beside themselves."""
-        return {"scales": self.scales, "stacks": self.stacks, "repacked": self.repacked}
+        return {"scales": self.scales, "stacks": self.stacks, "one_more": self.one_more, "repacked": self.repacked}
 
     def device_of(self, il: int) -> ggml.Device:
         """Return the device that holds block il."""
@@ -96,7 +97,7 @@ def load_weights(
         planner, weights.policy = _Planner(file, weights, policy), policy
         items = [item for decl, info in checked.found for item in planner.items(decl, info)]
         items += planner.ties(table, checked)
-        create(file, weights, items, table.together, data, policy, n_threads)
+        create(file, weights, items, table, data, policy, n_threads)
         _bind(weights, table, checked, items)
     except BaseException:
         weights.close()
