@@ -75,8 +75,6 @@ static bool check_ggml_set_inplace(const ggml_tensor * a, const ggml_tensor * b,
     return writable(a) && check_ggml_set(a, b, nb1, nb2, nb3, offset);
 }
 
-#define check_ggml_acc_inplace check_ggml_set_inplace
-
 static bool check_ggml_add_inplace(const ggml_tensor * a, const ggml_tensor * b)       { (void) b; return writable(a); }
 static bool check_ggml_mul_inplace(const ggml_tensor * a, const ggml_tensor * b)       { (void) b; return writable(a); }
 static bool check_ggml_scale_inplace(const ggml_tensor * a, float s)                   { (void) s; return writable(a); }

@@ -18,7 +18,7 @@ STEP = {
     "prune_last": (1, 1), "top_k_first": (12, 300), "expert_sum": (8, 4000), "state_view": (6, 80_000), "state_in_place": (6, 140_000),
     "joint_qk": (12, 0), "fewer_conts": (10, 3000), "stacked_weights": (20, 0),
 }  # fmt: skip
-PROMPT = {"prune_last": (-1, 1_000_000), "conv_by_rows": (-9, 700_000), "heads_as_seqs": (-3, 800_000), "fewer_conts": (10, 600_000), "expert_sum": (8, 800_000)}
+PROMPT = {"prune_last": (-1, 1_000_000), "conv_by_rows": (-12, 690_000), "heads_as_seqs": (-3, 800_000), "fewer_conts": (10, 600_000), "expert_sum": (8, 800_000)}
 
 
 @pytest.fixture(scope="module")

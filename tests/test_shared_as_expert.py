@@ -11,6 +11,7 @@ from .test_tensors import Loaded, values_of
 
 ALIKE = {"expert_shared_feed_forward_length": 40}
 APART = LEAN.but(shared_as_expert=False)
+NAMES = [f"ffn_{kind}{what}" for kind in ("moe_", "") for what in ("up", "gate", "swiglu")] + ["ffn_moe_down", "ffn_shexp"]
 LAYOUTS = [(), ("ffn_gate_up_exps",)]
 
 
@@ -89,12 +90,16 @@ def test_a_scale_keeps_it_apart(toys, tmp_path):
         assert np.array_equal(logits(model, LEAN), logits(model, APART))
 
 
-def test_its_values_are_there_when_they_are_asked_for(toys):
-    with qwen3next_ggml.load(toys.file(metadata=ALIKE), mmap=False, n_threads=1) as model:
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=["gate and up", "gate_up"])
+def test_both_are_found_under_their_names(toys, layouts):
+    """Values of their own extent, and the option stays on."""
+    names = [f"{name}-{il}" for il in (1, 3) for name in (*NAMES, *(["ffn_moe_gate_up"] if layouts else []))]
+    with qwen3next_ggml.load(toys.file(metadata=ALIKE, layouts=layouts), mmap=False, n_threads=1) as model:
         seen = []
         for options in (LEAN, APART):
-            with model.session(n_ctx=256, graph=options) as s, s.capture("ffn_shexp-1", "ffn_swiglu-2") as found:
+            with model.session(n_ctx=256, graph=options) as s, s.capture(*names) as found:
+                assert s.probes.key(s.probes.base).options.shared_as_expert == options.shared_as_expert
                 s.decode(list(range(1, 20)))
                 s.decode([30])
-                seen.append([found[name] for name in ("ffn_shexp-1", "ffn_swiglu-2")])
+                seen.append([found[name] for name in names])
         assert all(np.array_equal(a, b) for a, b in zip(*seen, strict=True))

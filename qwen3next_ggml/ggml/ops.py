@@ -319,10 +319,6 @@ class Ops:
         """Like set, adding b instead of writing it."""
 
     @op
-    def acc_inplace(self, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
-        """Like acc, adding into a -> view of a."""
-
-    @op
     def rope_ext(self, a: Tensor, b: Tensor, c: Tensor | None, n_dims: int, mode: int, n_ctx_orig: int, freq_base: float, freq_scale: float,
                  ext_factor: float, attn_factor: float, beta_fast: float, beta_slow: float) -> Tensor:  # fmt: skip
         """Rotate the first n_dims of a [head_dim, n_head, n_tokens, …] by positions i32 b [n_tokens]; c are frequency factors."""

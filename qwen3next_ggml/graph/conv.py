@@ -85,23 +85,22 @@ def conv_silu(g: GraphBuilder, columns: ggml.Tensor | Rows, kernel: ggml.Tensor,
 
 
 def _convolve_rows(g: GraphBuilder, rows: Rows, kernel: ggml.Tensor) -> ggml.Tensor:
-    """Convolve rows with kernel [d_conv, channels] → [channels, T, n_seqs], the sum of what old and new rows give."""
-    d_conv, (channels, T, n_seqs, _) = kernel.ne[0], rows.new.ne
+    """Convolve rows with kernel [d_conv, channels] → [channels, T, n_seqs]: the new ones, then the first of them anew behind the old."""
+    (d_conv, channels, _, _), (_, T, n_seqs, _), n_old = kernel.ne, rows.new.ne, rows.old.ne[1]
     kernel = g.reshape_4d(g.cont(g.transpose(kernel)), 1, channels, 1, d_conv)
     kernel = g.permute(kernel, 2, 3, 0, 1)  # [1, d_conv, 1, channels]
-    out, of_old = (_convolve_padded(g, x, kernel) for x in (rows.new, rows.old))
-    _, nb1, nb2, nb3 = of_old.nb
-    # the first d_conv − 1 rows are the padding's before the old ones
-    of_old = g.view_3d(of_old, channels, d_conv - 1, n_seqs, nb1, nb2, (d_conv - 1) * nb1)
+    _, nb1, nb2, _ = rows.new.nb
+    first = g.concat(rows.old, g.view_3d(rows.new, channels, n_old, n_seqs, nb1, nb2, 0), 1)  # [channels, 2·n_old, n_seqs]
+    out = _depthwise(g, rows.new, kernel, n_old)  # [channels, T + n_old, n_seqs]
     _, nb1, nb2, nb3 = out.nb
-    out = g.acc_inplace(out, of_old, nb1, nb2, nb3, 0)
+    out = g.set_inplace(out, _depthwise(g, first, kernel, 0), nb1, nb2, nb3, 0)
     return g.view_3d(out, channels, T, n_seqs, nb1, nb2, 0)
 
 
-def _convolve_padded(g: GraphBuilder, x: ggml.Tensor, kernel: ggml.Tensor) -> ggml.Tensor:
-    """Convolve x [channels, n, n_seqs], between rows of 0, with kernel [1, d_conv, 1, channels] → [channels, n + d_conv − 1, n_seqs]."""
-    (channels, n, n_seqs, _), (size, nb1, nb2, _), d_conv = x.ne, x.nb, kernel.ne[1]
+def _depthwise(g: GraphBuilder, x: ggml.Tensor, kernel: ggml.Tensor, pad: int) -> ggml.Tensor:
+    """Convolve x [channels, n, n_seqs], between `pad` rows of 0, with kernel [1, d_conv, 1, channels] → [channels, n_out, n_seqs]."""
+    (channels, n, n_seqs, _), (size, nb1, nb2, _) = x.ne, x.nb
     # an image with one column; the step from column to column is never made, but must lie between those of channels and rows
     x = g.permute(g.view_4d(x, channels, 1, n, n_seqs, 2 * size, nb1, nb2, 0), 2, 0, 1, 3)  # [1, n, channels, n_seqs]
-    out = g.conv_2d_dw_direct(kernel, x, 1, 1, 0, d_conv - 1, 1, 1)  # [1, n + d_conv − 1, channels, n_seqs], channels adjacent
-    return g.reshape_3d(g.permute(out, 1, 2, 0, 3), channels, n + d_conv - 1, n_seqs)
+    out = g.conv_2d_dw_direct(kernel, x, 1, 1, 0, pad, 1, 1)  # [1, n_out, channels, n_seqs], channels adjacent
+    return g.reshape_3d(g.permute(out, 1, 2, 0, 3), channels, out.ne[1], n_seqs)

@@ -44,12 +44,10 @@ def route(g: GraphBuilder, hp, logits: ggml.Tensor, il: int, joint: JointSum | N
 
 
 def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int, joint: JointSum | None = None) -> ggml.Tensor:
-    """Run the picked experts' SwiGLU on x [n_embd, n_tokens] → [n_embd, n_used, n_tokens]; with `joint.ids` the shared one's too."""
+    """Run the picked experts' SwiGLU on x [n_embd, n_tokens] → [n_embd, n_used, n_tokens]."""
     n_embd, n_tokens = x.ne[0], x.ne[1]
     x = g.reshape_3d(x, n_embd, 1, n_tokens)
-    whole, down = wb.ffn_gate_up_exps or _gate_up(g, wb), wb.ffn_down_exps
-    if joint and joint.ids is not None:
-        whole, down, ids = joint.gate_up, joint.down, joint.ids
+    whole = wb.ffn_gate_up_exps or _gate_up(g, wb)
     if whole is not None:
         both = linear_id(g, whole, x, ids)  # [2·n_ff, n_used, n_tokens]
         if wb.ffn_gate_up_exps is not None:
@@ -62,7 +60,7 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int, join
         up = g.name(linear_id(g, wb.ffn_up_exps, x, ids), "ffn_moe_up", il)  # [n_ff, n_used, n_tokens]
         gate = g.name(linear_id(g, wb.ffn_gate_exps, x, ids), "ffn_moe_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_moe_swiglu", il)
-    return lay(g, joint, linear_id(g, down, hidden, ids), "ffn_moe_down", il)
+    return lay(g, joint, linear_id(g, wb.ffn_down_exps, hidden, ids), "ffn_moe_down", il)
 
 
 def _gate_up(g: GraphBuilder, wb) -> ggml.Tensor | None:
@@ -125,11 +123,38 @@ def joint_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, joint: JointSum, il: int)
     """Return routed plus shared experts of x [n_embd, 1], plus the residual that `joint` holds."""
     logits, open_ = gate_logits(g, wb, x)
     ids, _ = route(g, hp, logits, il, joint)
-    experts(g, wb, x, ids, il, joint)
     if joint.ids is None:
+        experts(g, wb, x, ids, il, joint)
         lay(g, joint, _shared(g, wb, x, il), "ffn_shexp", il)
+    else:
+        _experts_and_shared(g, wb, x, joint, il)
     lay(g, joint, g.sigmoid(g.name(open_, "shared_expert_gate", il)), "shared_expert_gate_sigmoid", il)
     return joint.sum(g)
+
+
+def _experts_and_shared(g: GraphBuilder, wb, x: ggml.Tensor, joint: JointSum, il: int) -> None:
+    """Run the picked experts and behind them the shared one on x [n_embd, 1], and lay what they give where `joint` adds it up."""
+    both = g.mul_mat_id(joint.gate_up, g.reshape_3d(x, x.ne[0], 1, 1), joint.ids)  # [2·n_ff, n_used + 1, 1]
+    n_ff, n = both.ne[0] // 2, both.ne[1]
+    nb0, nb1, nb2, _ = both.nb
+    gate, up = (g.view_3d(both, n_ff, n, 1, nb1, nb2, i * n_ff * nb0) for i in range(2))
+    if wb.ffn_gate_up_exps is not None:
+        _name_rows(g, both, "ffn_moe_gate_up", None, il)
+    _name_rows(g, up, "ffn_moe_up", "ffn_up", il)
+    _name_rows(g, gate, "ffn_moe_gate", "ffn_gate", il)
+    hidden = g.swiglu_split(gate, up)  # [n_ff, n_used + 1, 1]
+    _name_rows(g, hidden, "ffn_moe_swiglu", "ffn_swiglu", il)
+    down = g.into(g.mul_mat_id(joint.down, hidden, joint.ids), joint.rows, 0)  # [n_embd, n_used + 1, 1]
+    _name_rows(g, down, "ffn_moe_down", "ffn_shexp", il)
+
+
+def _name_rows(g: GraphBuilder, x: ggml.Tensor, picked: str, shared: str | None, il: int) -> None:
+    """Name the rows of x [n, n_used + 1, 1] that llama.cpp has as two values, so that they are found under its names."""
+    n, n_rows, _, _ = x.ne
+    _, nb1, nb2, _ = x.nb
+    g.expand(g.name(g.view_3d(x, n, n_rows - 1, 1, nb1, nb2, 0), picked, il))
+    if shared:
+        g.expand(g.name(g.view_2d(x, n, 1, nb1, (n_rows - 1) * nb1), shared, il))
 
 
 def moe_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, il: int) -> ggml.Tensor:

@@ -56,8 +56,8 @@ def traffic(x: Shaped, sources: Sequence[Shaped]) -> tuple[int, int]:
         return rows.nbytes + index.nbytes, rows.n * x.type.type_size // x.type.block_size
     if x.op == "CPY":
         return sources[0].nbytes, x.nbytes
-    if x.op in ("SET", "ACC") and x.is_view:
-        return sources[1].nbytes * (2 if x.op == "ACC" else 1), sources[1].nbytes
+    if x.op == "SET" and x.is_view:
+        return sources[1].nbytes, sources[1].nbytes
     if x.op == "MUL_MAT_ID":
         experts, _, ids = sources
         n_touched = min(experts.ne[2], ids.n)
@@ -85,8 +85,6 @@ def flops(x: Shaped, sources: Sequence[Shaped]) -> int:
         return 2 * sources[1].ne[0] * x.n
     if x.op == "CONV_2D_DW":
         return 2 * a.ne[0] * a.ne[1] * x.n
-    if x.op == "ACC":
-        return sources[1].n
     if x.op == "SOLVE_TRI":
         return a.ne[0] * x.n
     if x.op in REDUCTIONS:

@@ -122,9 +122,6 @@ class Float64:
         as_strided(out.reshape(-1)[offset // 4 :], b.shape, (2 * nb3, 2 * nb2, 2 * nb1, 8))[...] = b
         return out
 
-    def acc_inplace(self, a, b, nb1, nb2, nb3, offset):
-        return a + self.set_inplace(np.zeros_like(a), b, nb1, nb2, nb3, offset)
-
     def concat(self, a, b, dim):
         return np.concatenate([a, b], axis=3 - dim)
 

@@ -105,7 +105,6 @@ def _copies() -> Iterator[Case]:
         yield Case("pad", f"[32, {T}, 6, {n_seqs}] to chunks of 64", lambda g, T=T, n=n_seqs: _padded(g, T, n))
     for n, c in product((16, 64), (0, 2)):
         yield Case("set", f"[32, {n}, 1, 6] into part {c} of 3", lambda g, n=n, c=c: _part(g, n, c))
-        yield Case("acc", f"[32, {n}, 1, 6] onto part {c} of 3", lambda g, n=n, c=c: _part(g, n, c, onto=True))
         yield Case("diag", f"n {n}, of a fill", lambda g, n=n: (g.diag(g.fill(g.tensor(np.zeros(n)), 1.0)), against(np.eye(n))))
         yield Case("fill", f"n {n}, {c}", lambda g, n=n, c=c: (g.fill(g.tensor(np.ones(n)), c), against(np.full(n, float(c)))))
 
@@ -138,13 +137,12 @@ def _padded(g, T, n_seqs):
     return g.pad(g.tensor(x), 0, -T % 64, 0, 0), against(np.pad(x, ((0, 0), (0, 0), (0, -T % 64), (0, 0))))
 
 
-def _part(g, n, c, onto=False):
+def _part(g, n, c):
     rng = rng_of(n, c)
     x, part = f32(rng.normal(size=(6, 3, n, 32))), f32(rng.normal(size=(6, 1, n, 32)))
     whole, want = g.tensor(x), x.copy()
-    want[:, c : c + 1] = part + x[:, c : c + 1] * onto
-    lay = g.acc_inplace if onto else g.set_inplace
-    return lay(whole, g.tensor(part), *whole.nb[1:], c * whole.nb[2]), against(want)
+    want[:, c : c + 1] = part
+    return g.set_inplace(whole, g.tensor(part), *whole.nb[1:], c * whole.nb[2]), against(want)
 
 
 # rows and orders

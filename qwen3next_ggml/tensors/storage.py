@@ -126,6 +126,11 @@ def _grouped(items: list[Item], table: TensorTable) -> list[Group]:
     return list(groups.values())
 
 
+def _joint_name(items: Sequence[Item]) -> str:
+    first, *rest = (name.removesuffix(".weight") for name in _names(items))
+    return "+".join([first, *(name.rpartition(".")[2] for name in rest)]) + ".weight"
+
+
 def _n_out(item: Item) -> int:
     return (*item.decl.ne, 1)[1]
 
@@ -142,8 +147,7 @@ def _declare(ctx: ggml.Context, tensors: dict[str, ggml.Tensor], weights: Weight
         return
     n_in, n_out, n_matrices = group.ne
     # ggml keeps 63 bytes of a name
-    first, *rest = (name.removesuffix(".weight") for name in _names([*group.items, *group.behind[:1]]))
-    name = "+".join([first, *(name.rpartition(".")[2] for name in rest)]) + ".weight"
+    name = _joint_name([*group.items, *group.behind[:1]])
     whole = ctx.new_tensor(group.items[0].type, n_in, n_out, n_matrices + bool(group.behind), name=name)
     _cut(ctx, tensors, weights, whole, group.items, range(n_matrices))
     if group.behind:
@@ -162,7 +166,7 @@ def _cut(
     ]
     tensors |= {part.name: part for part in parts}
     if len(parts) > 1:
-        all_rows = whole if len(matrices) == whole.ne[2] else ctx.new_part(whole, 0, ends[-1], name=whole.name, matrices=matrices)
+        all_rows = whole if len(matrices) == whole.ne[2] else ctx.new_part(whole, 0, ends[-1], name=_joint_name(items), matrices=matrices)
         cuts = tuple((end - start, 4 * start) for start, end in zip(starts, ends))
         weights.stacks[parts[0]] = Stack(all_rows, tuple(parts), cuts)
 
