@@ -24,11 +24,11 @@ def model(toys):
 def answers(model, options, **more):
     """All logits of prompts of several lengths, each going on from a window that another form may have left, and windows at the end."""
     with model.session(n_ctx=1024, n_seq_max=4, graph=options, **more) as s:
-        out = [s.decode(TEXT[:n], logits="all") for n in (15, 16, 17, 1, 67, 3)]
-        for lengths in [(40, 40, 40), (16, 16), (33, 16, 2, 1)]:
+        out = [s.decode(TEXT[:n], logits="all") for n in (63, 64, 65, 1, 67, 3)]
+        for lengths in [(70, 70, 70), (64, 64), (81, 64, 2, 1)]:
             tokens = {seq: TEXT[seq : seq + n] for seq, n in enumerate(lengths)}
             out += s.decode_batch(tokens, logits="all").values()
-        out += s.decode_batch({0: TEXT[:20], 2: TEXT[1:21]}, logits="all").values()
+        out += s.decode_batch({0: TEXT[:66], 2: TEXT[1:67]}, logits="all").values()
         out += [s.decode([5], seq=seq) for seq in range(4)]
     return np.concatenate([np.reshape(x, -1) for x in out])
 
@@ -39,7 +39,7 @@ def plain(model):
 
 
 @pytest.mark.parametrize("options", [BY_ROWS, BY_ROWS.but(state_view=True), LEAN], ids=["alone", "reading where states lie", "lean"])
-@pytest.mark.parametrize("more", [{}, {"n_ubatch": 37}, {"n_rollback": 2}, {"checkpoint_every": 16}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"n_ubatch": 67}, {"n_rollback": 2}, {"checkpoint_every": 80}], ids=str)
 def test_rows_give_what_columns_give(model, plain, options, more):
     assert nmse(answers(model, options, **more), plain) < TOLERANCE
 
@@ -49,7 +49,7 @@ def ops(model, options, n_tokens, **more):
         return [node.op for node in s.graph(n_tokens).nodes]
 
 
-@pytest.mark.parametrize("n_tokens, by_rows", [(1, 0), (15, 0), (16, 3), (70, 3)])
+@pytest.mark.parametrize("n_tokens, by_rows", [(1, 0), (63, 0), (64, 3), (70, 3)])
 def test_which_prompts_go_by_rows(model, n_tokens, by_rows):
     found = ops(model, LEAN, n_tokens)
     assert found.count("CONV_2D_DW") == 2 * by_rows and found.count("SSM_CONV") == 3 - by_rows
@@ -57,7 +57,7 @@ def test_which_prompts_go_by_rows(model, n_tokens, by_rows):
 
 def test_states_inside_a_ubatch_need_columns(model):
     """With rollback, windows after each of the last tokens are kept; one of them may begin in the old one."""
-    assert "CONV_2D_DW" not in ops(model, LEAN, 20, n_rollback=3)
+    assert "CONV_2D_DW" not in ops(model, LEAN, 70, n_rollback=3)
 
 
 def test_devices_that_are_no_cpu_keep_columns():
