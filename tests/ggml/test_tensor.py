@@ -184,6 +184,7 @@ def test_a_part_is_rows_of_the_whole_and_no_node(bench, rng, name):
     with ggml.Context(8, graph_size=8) as ctx:
         whole = ctx.new_tensor(kind, 32, 5, 2, name="whole")
         part, x = ctx.new_part(whole, 1, 3, name="part"), ctx.new_tensor(types.F32, 32, 1, 2)
+        second = ctx.new_part(whole, 2, 2, name="second", matrices=range(1, 2))
         y = ggml.Ops(ctx).mul_mat(part, x)
         with ggml.alloc_tensors(ctx, bench.device.buffer_type()):
             whole.set(types.quantize(kind, values))
@@ -193,8 +194,12 @@ def test_a_part_is_rows_of_the_whole_and_no_node(bench, rng, name):
             assert [node.op for node in graph.nodes] == ["MUL_MAT"] and part.op == "NONE" and part.view_src == whole
             assert part.view_offs == whole.nb[1] and part.nb == whole.nb and not part.is_contiguous
             assert np.array_equal(part.get(), values[:, 1:4])
+            assert second.ne == (32, 2, 1, 1) and np.array_equal(second.get(), values[1, 2:4])
             bench.backend.compute(graph)
             assert np.allclose(y.get().reshape(2, 3), values[:, 1:4, 5], rtol=1e-3)
         for start, n in ((-1, 2), (3, 3), (0, 0)):
             with pytest.raises(GraphError, match=r"new_part: rows -?\d to \d of"):
                 ctx.new_part(whole, start, n, name="no part")
+        for matrices in (range(-1, 1), range(1, 3), range(1, 1)):
+            with pytest.raises(GraphError, match=r"of matrices -?\d to \d of"):
+                ctx.new_part(whole, 0, 5, name="no part", matrices=matrices)
