@@ -52,7 +52,7 @@ def report(one, profile) -> Iterator[str]:
     yield ""
     for key in ("scope", "op"):
         rows = [(share.name, share.n_nodes, _ms(share.seconds), f"{100 * share.seconds / one.total:.1f}%", f"{share.nbytes:,}",
-                 f"{share.bandwidth / 1e9:.2f}", f"{share.flops / max(share.seconds, 1e-12) / 1e9:.2f}")
+                 _rate(share.nbytes, share.seconds), _rate(share.flops, share.seconds))
                 for share in (*one.by(key), *([one.all] if key == "scope" else []))]  # fmt: skip
         yield from table([(key, "nodes", "ms", "share", "bytes", "GB/s", "GFLOP/s"), *rows], right=range(1, 7))
         yield ""
@@ -68,6 +68,11 @@ def document(profile) -> dict:
         for one in profile.passes
     ]  # fmt: skip
     return {"seconds_per_call": profile.call, "read_bandwidth": profile.bandwidth, "passes": passes}
+
+
+def _rate(n: int, seconds: float) -> str:
+    """Return billions of n a second, a dash for a time that is shown as none."""
+    return f"{n / seconds / 1e9:.2f}" if seconds >= 5e-7 else "-"
 
 
 def _ms(seconds: float) -> str:

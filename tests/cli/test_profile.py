@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from qwen3next_ggml.cli.profile import _rate
+
 ARGS = ("profile", "-p", 16, "-n", 2, "-c", 256)
 
 
@@ -45,3 +47,7 @@ def test_a_trace_is_written(qgraph, tmp_path):
 def test_what_is_refused(qgraph, args, code, words):
     result = qgraph("profile", *args)
     assert result.exit_code == code and words in result.stderr
+
+
+def test_no_rate_of_a_time_that_is_shown_as_none():
+    assert [_rate(3000, seconds) for seconds in (1e-6, 4e-7, 0.0)] == ["3.00", "-", "-"]
