@@ -18,9 +18,11 @@ from qwen3next_ggml.parity.extract import extract
 from tests.kit.process import ROOT
 
 TOKENS = tuple(np.random.default_rng(9).integers(0, 97, 12).tolist())
+MORE = tuple(np.random.default_rng(10).integers(0, 97, 70).tolist())
 VARIANTS = {
     "plain": dict(graph="plain", flash_attn="on"),
     "lean, quantised": dict(path=None, graph="lean", flash_attn="on", type_k="q8_0", type_v="q8_0"),
+    "lean, by rows": dict(graph="lean", tokens=MORE),
     "in parts": dict(graph="lean", type_k="f16", type_v="f16"),
     "chunked": dict(graph="plain", delta_net="chunked"),
     "one by one": dict(graph="lean", delta_net="autoregressive"),

@@ -32,7 +32,7 @@ def conv_input(
     expect_shape(x, f"convolution in layer {il}", window.spec.n_embd // (d_conv - 1), inp.sizes.n_seq_tokens, inp.sizes.n_seqs)
     old = g.name(window.read(g, inp), "conv_states", il)
     old = g.name(g.reshape_3d(old, d_conv - 1, channels, n_seqs), "conv_states_reshaped", il)
-    if g.options.conv_by_rows and T >= max(MANY_TOKENS, d_conv) and inp.sizes.kept == (T,):
+    if _goes_by_rows(g, inp, d_conv):
         return _rows(g, inp, window, old, x, il)
     if g.options.conv_in_parts and n_seqs == 1:
         columns = g.name(_concat_in_parts(g, old, x), "conv_input", il)
@@ -44,6 +44,14 @@ def conv_input(
     for i, t in enumerate(inp.sizes.kept):
         _keep(g, inp, window, g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, t * nb0), i * n_seqs, il)
     return columns
+
+
+def _goes_by_rows(g: GraphBuilder, inp: Inputs, d_conv: int) -> bool:
+    """Say whether a ubatch does: one of many tokens, in which no window is kept but the last."""
+    T, n_seqs = inp.sizes.n_seq_tokens, inp.sizes.n_seqs
+    many = T >= max(MANY_TOKENS, d_conv) and inp.sizes.kept == (T,)
+    # of several sequences the result has gaps, which a patch may not expect
+    return g.options.conv_by_rows and many and (n_seqs == 1 or not g.is_patched)
 
 
 def _keep(g: GraphBuilder, inp: Inputs, window: RecurrentState, last: ggml.Tensor, first: int, il: int) -> None:
@@ -94,7 +102,8 @@ def _convolve_rows(g: GraphBuilder, rows: Rows, kernel: ggml.Tensor) -> ggml.Ten
     out = _depthwise(g, rows.new, kernel, n_old)  # [channels, T + n_old, n_seqs]
     _, nb1, nb2, nb3 = out.nb
     out = g.set_inplace(out, _depthwise(g, first, kernel, 0), nb1, nb2, nb3, 0)
-    return g.view_3d(out, channels, T, n_seqs, nb1, nb2, 0)
+    # with the stride of the rows that are wanted, those of one sequence count as contiguous
+    return g.view_3d(out, channels, T, n_seqs, nb1, nb2 if n_seqs > 1 else T * nb1, 0)
 
 
 def _depthwise(g: GraphBuilder, x: ggml.Tensor, kernel: ggml.Tensor, pad: int) -> ggml.Tensor:

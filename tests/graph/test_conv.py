@@ -60,6 +60,15 @@ def test_states_inside_a_ubatch_need_columns(model):
     assert "CONV_2D_DW" not in ops(model, LEAN, 70, n_rollback=3)
 
 
+def test_a_patch_finds_the_value_it_knows(model):
+    """Of several sequences, too: `scale` takes nothing with gaps."""
+    found = []
+    for options in (PLAIN, BY_ROWS):
+        with model.session(n_ctx=512, n_seq_max=2, graph=options) as s, s.patch("conv_output_raw-1", lambda g, x: g.scale(x, 0.5)):
+            found.append(np.concatenate([s.decode(TEXT[:70]), *s.decode_batch({0: TEXT[:66], 1: TEXT[5:71]}).values()], axis=None))
+    assert nmse(found[1], found[0]) < TOLERANCE
+
+
 def test_devices_that_are_no_cpu_keep_columns():
     gpu = type("Gpu", (), {"kind": "gpu"})()
     cpu = ggml.device("CPU")
