@@ -111,18 +111,15 @@ def rope_over_the_head_width(monkeypatch):
 
 def state_not_written_back(monkeypatch):
     """The delta state of layer 1 stays what it was; its conv window is kept."""
-    target, scatter = RecurrentState.target, RecurrentState.scatter
+    write = RecurrentState.write
 
-    def elsewhere(state, g, inp):
-        found = target(state, g, inp)
-        return g.cont(found) if found is not None and state.spec.il == 1 and state.spec.name == "s" else found
+    def nowhere(state, g, inp, new, *more):
+        if (state.spec.il, state.spec.name) == (1, "s"):
+            g.expand(new)
+        else:
+            write(state, g, inp, new, *more)
 
-    def nowhere(state, g, inp, new, first):
-        if (state.spec.il, state.spec.name) != (1, "s"):
-            scatter(state, g, inp, new, first)
-
-    monkeypatch.setattr(RecurrentState, "target", elsewhere)
-    monkeypatch.setattr(RecurrentState, "scatter", nowhere)
+    monkeypatch.setattr(RecurrentState, "write", nowhere)
 
 
 def expert_weights_not_renormalised(monkeypatch):

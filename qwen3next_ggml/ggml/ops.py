@@ -341,10 +341,7 @@ class Ops:
 
     @op
     def conv_2d_dw_direct(self, a: Tensor, b: Tensor, stride0: int, stride1: int, pad0: int, pad1: int, dilation0: int, dilation1: int) -> Tensor:
-        """Convolve each channel of b [W, H, C, N] with its kernel of a [KW, KH, 1, C], 0 around it -> [OW, OH, C, N], laid as b is.
-
-        Both are packed, or both have their channels innermost, which is fast.
-        """
+        """Convolve channels of b [W, H, C, N], 0 around it, with kernels a [KW, KH, 1, C] -> [OW, OH, C, N]; packed or, faster, channels innermost."""
 
     @op
     def ssm_conv(self, sx: Tensor, c: Tensor) -> Tensor:

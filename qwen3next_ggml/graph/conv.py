@@ -42,7 +42,8 @@ def conv_input(
 
     nb0, nb1, nb2, _ = columns.nb
     for i, t in enumerate(inp.sizes.kept):
-        _keep(g, inp, window, g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, t * nb0), i * n_seqs, il)
+        last = g.view_3d(columns, d_conv - 1, channels, n_seqs, nb1, nb2, t * nb0)
+        window.write(g, inp, g.name(last, "conv_state_last", il), i * n_seqs, "conv_state_update")
     return columns
 
 
@@ -52,16 +53,6 @@ def _goes_by_rows(g: GraphBuilder, inp: Inputs, d_conv: int) -> bool:
     many = T >= max(MANY_TOKENS, d_conv) and inp.sizes.kept == (T,)
     # of several sequences the result has gaps, which a patch may not expect
     return g.options.conv_by_rows and many and (n_seqs == 1 or not g.is_patched)
-
-
-def _keep(g: GraphBuilder, inp: Inputs, window: RecurrentState, last: ggml.Tensor, first: int, il: int) -> None:
-    """Write the windows `last` [d_conv − 1, channels, n_seqs] to the slots of the sequences, scattered ones from state `first` on."""
-    last = g.name(last, "conv_state_last", il)
-    target = window.target(g, inp)
-    if target is None:
-        window.scatter(g, inp, last, first)
-    else:
-        g.expand(g.cpy(last, g.name(target, "conv_state_update", il)))
 
 
 def _concat_in_parts(g: GraphBuilder, old: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
@@ -82,7 +73,7 @@ def _rows(g: GraphBuilder, inp: Inputs, window: RecurrentState, old: ggml.Tensor
     g.expand(old)
     _, nb1, nb2, _ = x.nb
     last = g.view_3d(x, channels, n_old, n_seqs, nb1, nb2, (T - n_old) * nb1)
-    _keep(g, inp, window, g.transpose(last), 0, il)
+    window.write(g, inp, g.name(g.transpose(last), "conv_state_last", il), 0, "conv_state_update")
     return Rows(old, x)
 
 

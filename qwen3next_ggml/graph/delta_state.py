@@ -14,13 +14,10 @@ def read_state(g: GraphBuilder, inp: Inputs, delta: RecurrentState, il: int) -> 
 
 def write_states(g: GraphBuilder, inp: Inputs, delta: RecurrentState, states: list[ggml.Tensor], il: int) -> None:
     """Write `states`, newest first, each tensor with any number of them on its last axis, to the slots of the sequences."""
-    target, first = delta.target(g, inp), 0
+    first = 0
     for new in states:
         new = g.name(new, "new_state", il)
-        if target is None:
-            delta.scatter(g, inp, new, first)
-        else:
-            g.expand(g.cpy(new, target))
+        delta.write(g, inp, new, first)
         first += new.ne[3]
 
 

@@ -52,15 +52,21 @@ def experts(g: GraphBuilder, wb, x: ggml.Tensor, ids: ggml.Tensor, il: int, join
         both = linear_id(g, whole, x, ids)  # [2·n_ff, n_used, n_tokens]
         if wb.ffn_gate_up_exps is not None:
             both = g.name(both, "ffn_moe_gate_up", il)
-        n_ff2, n_used, _, _ = both.ne
-        nb0, nb1, nb2, _ = both.nb
-        gate = g.name(g.view_3d(both, n_ff2 // 2, n_used, n_tokens, nb1, nb2, 0), "ffn_moe_gate", il)
-        up = g.name(g.view_3d(both, n_ff2 // 2, n_used, n_tokens, nb1, nb2, n_ff2 // 2 * nb0), "ffn_moe_up", il)
+        gate, up = _halves(g, both)
+        gate, up = g.name(gate, "ffn_moe_gate", il), g.name(up, "ffn_moe_up", il)
     else:
         up = g.name(linear_id(g, wb.ffn_up_exps, x, ids), "ffn_moe_up", il)  # [n_ff, n_used, n_tokens]
         gate = g.name(linear_id(g, wb.ffn_gate_exps, x, ids), "ffn_moe_gate", il)
     hidden = g.name(g.swiglu_split(gate, up), "ffn_moe_swiglu", il)
     return lay(g, joint, linear_id(g, wb.ffn_down_exps, hidden, ids), "ffn_moe_down", il)
+
+
+def _halves(g: GraphBuilder, both: ggml.Tensor) -> tuple[ggml.Tensor, ggml.Tensor]:
+    """Cut both [2·n_ff, n_used, n_tokens] into gate and up [n_ff, n_used, n_tokens]."""
+    n_ff2, n_used, n_tokens, _ = both.ne
+    nb0, nb1, nb2, _ = both.nb
+    gate, up = (g.view_3d(both, n_ff2 // 2, n_used, n_tokens, nb1, nb2, offset) for offset in (0, n_ff2 // 2 * nb0))
+    return gate, up
 
 
 def _gate_up(g: GraphBuilder, wb) -> ggml.Tensor | None:
@@ -135,9 +141,7 @@ def joint_ffn(g: GraphBuilder, hp, wb, x: ggml.Tensor, joint: JointSum, il: int)
 def _experts_and_shared(g: GraphBuilder, wb, x: ggml.Tensor, joint: JointSum, il: int) -> None:
     """Run the picked experts and behind them the shared one on x [n_embd, 1], and lay what they give where `joint` adds it up."""
     both = g.mul_mat_id(joint.gate_up, g.reshape_3d(x, x.ne[0], 1, 1), joint.ids)  # [2·n_ff, n_used + 1, 1]
-    n_ff, n = both.ne[0] // 2, both.ne[1]
-    nb0, nb1, nb2, _ = both.nb
-    gate, up = (g.view_3d(both, n_ff, n, 1, nb1, nb2, i * n_ff * nb0) for i in range(2))
+    gate, up = _halves(g, both)
     if wb.ffn_gate_up_exps is not None:
         _name_rows(g, both, "ffn_moe_gate_up", None, il)
     _name_rows(g, up, "ffn_moe_up", "ffn_up", il)

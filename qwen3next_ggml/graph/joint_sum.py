@@ -40,18 +40,13 @@ class JointSum:
         n = hp.n_expert_used + 2
         found = cls(g.scratch("ffn_sum_rows", hp.n_embd, n), g.input("ffn_sum_weights", np.ones((n, 1))))
         gate_up, down = g.one_more.get(wb.ffn_gate_up_exps or wb.ffn_gate_exps), g.one_more.get(wb.ffn_down_exps)
-        if not g.options.shared_as_expert or gate_up is None or down is None or not g.scales.keys().isdisjoint(_experts(wb)):
+        if not g.options.shared_as_expert or gate_up is None or down is None:
             return found
         return replace(found, gate_up=gate_up, down=down, ids=g.input("ffn_sum_ids", np.full((1, n - 1), hp.n_expert)))
 
     def sum(self, g: GraphBuilder) -> ggml.Tensor:
         """Add up what was laid → [n_embd, 1]."""
         return g.out_prod(self.rows, self.weights)
-
-
-def _experts(wb) -> list[ggml.Tensor]:
-    names = ("gate_up_exps", "gate_exps", "up_exps", "down_exps", "gate_shexp", "up_shexp", "down_shexp")
-    return [w for w in (getattr(wb, f"ffn_{name}") for name in names) if w is not None]
 
 
 def lay(g: GraphBuilder, joint: JointSum | None, x: ggml.Tensor, name: str, il: int) -> ggml.Tensor:

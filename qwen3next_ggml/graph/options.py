@@ -71,7 +71,7 @@ class GraphOptions:
         """Return what of these options goes with a V cache of `type_v` shared by up to `n_seq_max` sequences, and with `devices`."""
         # a quantised V has no row per value, and columns of many sequences would mostly meet cells of the others
         grouped = not self.flash_attn or n_seq_max <= FEW_SEQS and type_v in ("f32", "f16", "bf16")
-        # memory that several nodes write into has no copies on other devices, and GPUs want places that are aligned
+        # memory that several nodes write into has no copies on other devices, and GPUs want places that are aligned and fuse ssm_conv
         kinds = [device.kind for device in devices]
         return self.but(
             grouped_attn=self.grouped_attn and grouped, joint_sum=self.joint_sum and kinds == ["cpu"],

@@ -138,10 +138,16 @@ class RecurrentState:
         g.expand(rows)
         return rows if n_rows == 1 else g.reshape_2d(rows, self.spec.n_embd, n_seqs)
 
-    def target(self, g: GraphBuilder, inp: Inputs) -> ggml.Tensor | None:
-        """Return the view [n_embd, n_seqs] that adjacent slots can be copied into, or None when slots are scattered."""
+    def write(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, first: int, name: str = "") -> None:
+        """Write `new`, any number of states in order, to the slots of the sequences: over adjacent ones, whose view gets `name`, or to
+        those that `s_dst` names from its state `first` on.
+        """
         head = inp.sizes.rs_head
-        return None if head is None else self._slots(g, head, inp.sizes.n_seqs)
+        if head is None:
+            self._scatter(g, inp, new, first)
+            return
+        target = self._slots(g, head, inp.sizes.n_seqs)
+        g.expand(g.cpy(new, g.name(target, name, self.spec.il) if name else target))
 
     def room_for(self, inp: Inputs, n: int) -> bool:
         """Say whether `n` elements of output fit in front of each state, and slots are adjacent and known."""
@@ -151,8 +157,7 @@ class RecurrentState:
         """Return the byte at which the state of a slot starts in `all`."""
         return (slot * self.spec.n_slot_rows + self.spec.n_ahead) * self.all.nb[1]
 
-    def scatter(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, first: int) -> None:
-        """Write `new`, any number of states in order, to the slots that `s_dst` names from its state `first` on."""
+    def _scatter(self, g: GraphBuilder, inp: Inputs, new: ggml.Tensor, first: int) -> None:
         n_rows = self._n_rows(g)
         n_states = new.nelements // self.spec.n_embd
         new = g.reshape_2d(new if new.is_contiguous else g.cont(new), self.spec.n_embd // n_rows, n_rows * n_states)

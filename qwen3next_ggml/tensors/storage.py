@@ -57,6 +57,11 @@ class Group:
     behind: list[Item] = field(default_factory=list)
 
     @property
+    def is_one(self) -> bool:
+        """Say whether this is a tensor by itself."""
+        return len(self.items) == 1 and not self.behind
+
+    @property
     def ne(self) -> tuple[int, int, int]:
         """Return the shape of all rows: n_in, Σ n_out, and how many matrices."""
         n_in, _, n_matrices = (*self.items[0].decl.ne, 1, 1)[:3]
@@ -91,7 +96,8 @@ def create(
         inside = [item for item in items if item.place == place]
         tensors = weights.beside if place.beside else weights.by_name
         groups = _grouped(inside, table) if place.how != MAPPED and place.device.kind == "cpu" else [Group([item]) for item in inside]
-        ctx = weights._stack.enter_context(ggml.Context(len(inside) + 3 * len(groups)))
+        # beside the parts at most the whole, its matrices but the last, and the last
+        ctx = weights._stack.enter_context(ggml.Context(len(inside) + 3 * sum(not group.is_one for group in groups)))
         for group in groups:
             _declare(ctx, tensors, weights, group)
         weights.planned[place.how] += sum(size_of(tensors[item.decl.name]) for item in inside)
@@ -141,7 +147,7 @@ def _names(items: Sequence[Item]) -> tuple[str, ...]:
 
 def _declare(ctx: ggml.Context, tensors: dict[str, ggml.Tensor], weights: Weights, group: Group) -> None:
     """Create the tensors of a group by name, several as parts [n_in, n_out, …] of one tensor [n_in, Σ n_out, …]."""
-    if len(group.items) == 1 and not group.behind:
+    if group.is_one:
         [item] = group.items
         tensors[item.decl.name] = ctx.new_tensor(item.type, *item.decl.ne, name=item.decl.name)
         return

@@ -200,6 +200,8 @@ def _bind(weights: Weights, table: TensorTable, checked: Checked, items: list[It
         if not checked.scales.keys().isdisjoint(part.name for part in stack.parts):
             # each product is scaled by itself
             del weights.stacks[stack.parts[0]]
+    scaled = {weight.view_src for weight in weights.scales}
+    weights.one_more = {weight: whole for weight, whole in weights.one_more.items() if whole not in scaled}
     weights.repacked = {weights.by_name[name]: tensor for name, tensor in weights.beside.items()}
     for how, counted in _repacked_summary(items).items():
         weights.notes.append(f"{how}: {counted}")
