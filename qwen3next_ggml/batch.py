@@ -58,14 +58,18 @@ class UBatch:
 
 def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
     """Return `tokens` as int32, or raise OptionError naming the first one outside the vocabulary."""
+    if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < n_vocab:
+        # a step of many sequences has one such list for each
+        return np.array(tokens, np.int32)
     out = np.asarray(tokens)
     if out.ndim != 1 or out.size == 0:
         raise OptionError(f"sequence {seq}: expected a non-empty list of token ids, got shape {out.shape}")
     if out.dtype.kind not in "iu":
         raise OptionError(f"sequence {seq}: token ids must be integers, got {out.dtype}")
-    bad = np.flatnonzero((out < 0) | (out >= n_vocab))
-    if bad.size:
-        raise OptionError(f"sequence {seq}: token {out[bad[0]]} at index {bad[0]} is outside the vocabulary of {n_vocab}")
+    bad = (out < 0) | (out >= n_vocab)
+    if bad.any():
+        first = bad.argmax()
+        raise OptionError(f"sequence {seq}: token {out[first]} at index {first} is outside the vocabulary of {n_vocab}")
     return np.ascontiguousarray(out, np.int32)
 
 
@@ -116,7 +120,7 @@ def _take(tokens, n_past, done, seqs, n, want) -> UBatch:
             slots.append((s, 0))
     return UBatch(
         tokens=_joined([tokens[s][done[s] : done[s] + n] for s in seqs]),
-        pos=_joined([np.arange(n_past[s] + done[s], n_past[s] + done[s] + n, dtype=np.int32) for s in seqs]),
+        pos=np.add.outer([n_past[s] + done[s] for s in seqs], np.arange(n)).reshape(-1).astype(np.int32),
         seqs=tuple(seqs),
         n_seq_tokens=n,
         out_rows=np.asarray(rows, np.int32),

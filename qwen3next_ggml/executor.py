@@ -42,6 +42,11 @@ class Built:
         """Return the values of the inputs the graph reads, in their order."""
         return tuple([values[name] for name in self.inputs])
 
+    def row(self, i: int) -> np.ndarray:
+        """Read the logits [n_vocab] of an output row, as long as no other graph has run."""
+        nbytes = 4 * self.logits.ne[0]
+        return self.logits.raw(i * nbytes, nbytes).view(np.float32)
+
     def read_kept(self) -> dict[tuple[str, int], np.ndarray]:
         """Copy out what the last run left in the captured nodes, full ggml shapes reversed."""
         rest = {at: pair for at, pair in self.kept.items() if at not in self.fetched}

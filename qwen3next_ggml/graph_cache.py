@@ -50,11 +50,11 @@ class GraphCache:
 
     def get(self, key: GraphKey) -> Built:
         """Return the graph of `key`, ready to run."""
-        self.before_use()
         built = self._graphs.get(key)
         if built is not None:
             self._graphs.move_to_end(key)
             return built
+        self.before_use()
         built = self.build(key)
         self.n_builds += 1
         self.n_changes += 1

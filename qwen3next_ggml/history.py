@@ -3,7 +3,7 @@
 Knows token counts and host arrays; knows no tensors and no graphs.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -37,7 +37,8 @@ class History:
 
     def __init__(self, n_seq_max: int):
         self._held = [Held() for _ in range(n_seq_max)]
-        self._late: tuple[int, Callable[[], np.ndarray]] | None = None
+        self._late: dict[int, int] = {}  # sequence → the row its logits are in
+        self._fetch: Callable[[int], np.ndarray]
 
     def __getitem__(self, seq: int) -> Held:
         if self._late:
@@ -46,33 +47,31 @@ class History:
 
     def settle(self) -> None:
         """Fetch the logits that were left where they were computed."""
-        if self._late:
-            (seq, fetch), self._late = self._late, None
-            self._held[seq].logits = fetch()
+        late, self._late = self._late, {}
+        for seq, row in late.items():
+            self._held[seq].logits = self._fetch(row)
 
-    def supersede(self, seq: int) -> None:
-        """Give up the logits after the last token of `seq`: the next token's are about to take their place."""
-        if self._late and self._late[0] != seq:
-            self.settle()
-        self._late, self._held[seq].logits = None, None
+    def supersede(self, seqs: Sequence[int]) -> None:
+        """Give up the logits after the last token of `seqs`, whose next tokens' are about to be computed; those of others are fetched."""
+        for seq in seqs:
+            self._late.pop(seq, None)
+            self._held[seq].logits = None
+        self.settle()
 
-    def extend_by_one(self, seq: int, token: int, fetch: Callable[[], np.ndarray]) -> None:
-        """Append `token` to `seq`; `fetch` returns the logits [n_vocab] after it, as long as no other graph has run."""
-        self._held[seq].tokens.append(token)
-        self._late = seq, fetch
+    def leave(self, rows: dict[int, int], fetch: Callable[[int], np.ndarray]) -> None:
+        """Note in which row the logits of each sequence lie; `fetch` returns a row [n_vocab], as long as no other graph has run."""
+        self._late, self._fetch = rows, fetch
 
-    def extend(self, seq: int, tokens: list[int], logits: np.ndarray | None, hidden: np.ndarray | None = None) -> None:
-        """Append `tokens` to `seq`, with the logits after the last one and the hidden of each where there are any."""
+    def extend(self, seq: int, tokens: list[int], hidden: np.ndarray | None = None) -> None:
+        """Append `tokens` to `seq`, and the hidden of each where there are any."""
         held = self._held[seq]
         held.tokens += tokens
-        # a copy: the caller may write over the rows it was given, and a row would keep all of them alive
-        held.logits = None if logits is None else logits.copy()
         if hidden is not None:
             held.hidden = np.concatenate([held.hidden, hidden]) if held.n_hidden else hidden
 
     def truncate(self, seq: int, n_past: int, logits: np.ndarray | None = None) -> None:
         """Keep the first `n_past` tokens of `seq`, after the last of which there are these logits; all stays where nothing goes."""
-        held = self._held[seq]
+        held = self[seq]
         n_gone = len(held.tokens) - n_past
         if n_gone > 0:
             del held.tokens[n_past:]
@@ -83,7 +82,7 @@ class History:
 
     def fork(self, src: int, dst: int) -> None:
         """Let `dst` hold what `src` holds."""
-        self._held[dst] = replace(self._held[src], tokens=list(self._held[src].tokens))
+        self._held[dst] = replace(self[src], tokens=list(self._held[src].tokens))
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,8 @@ class OneToken:
     def keep(self, token: int, seq: int) -> None:
         """Move the cursor of `seq` past what was computed; its logits stay where they are until somebody asks for them."""
         self.memory.advance(seq)
-        self.history.extend_by_one(seq, token, self._fetch)
+        self.history.extend(seq, [token])
+        self.history.leave({seq: 0}, self._built.row)
 
     def _make(self, n_kv: int, seq: int, top: int, *_) -> None:
         memory, kv, base = self.memory, self.memory.kv, self.probes.base
@@ -82,6 +83,3 @@ class OneToken:
             "attn_inp_kq_mask": self._mask, "attn_inp_k_idxs": self._cell, "attn_inp_v_idxs": self._v_cells,
         })  # fmt: skip
         self._made_for = n_kv, seq, top, self.graphs.n_changes, self.probes.n_changes
-
-    def _fetch(self) -> np.ndarray:
-        return self._built.logits.get().reshape(-1)

@@ -6,14 +6,14 @@ A session owns the state of its sequences and its compute buffer; it knows nothi
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import isfinite
 
 import numpy as np
 
 from . import ggml
-from .batch import UBatch, best_ubatch, check_tokens, split_equal
+from .batch import best_ubatch, check_tokens
+from .decoder import Captured, Decoder
 from .drafter import Drafter, check_head
-from .errors import NonFinite, OptionError, StateError
+from .errors import OptionError, StateError
 from .graph.inputs import Sizes
 from .graph.key import GraphKey
 from .graph.options import GraphOptions
@@ -21,7 +21,7 @@ from .graph.support import resolve_options
 from .graph_cache import GraphCache
 from .graph_view import GraphView, list_graph
 from .history import Checkpoints, History, common_prefix
-from .memory import MIB, HybridMemory, Plan
+from .memory import MIB, HybridMemory
 from .memory.kv_cache import N_PAD, padded
 from .one_token import OneToken
 from .probes import Capture, Probes
@@ -64,8 +64,7 @@ class Session:
         # without the fused op all of q·k is in memory at once, and so is a state for each checkpoint of a ubatch
         tiled = model.tiles_experts and resolved.flash_attn and not checkpoint_every
         self.n_ubatch = min(n_ubatch or best_ubatch(hp.n_expert, hp.n_expert_used, self.n_ctx, tiled=tiled), self.n_ctx)
-        self._one_by_one = self.options.delta_net == "autoregressive"
-        n_tokens = 1 if self._one_by_one else self.n_ubatch
+        n_tokens = 1 if self.options.delta_net == "autoregressive" else self.n_ubatch
         # the most a ubatch can have: the first of them as early as can be
         marks = tuple(range(1, n_tokens, checkpoint_every)) if checkpoint_every else ()
         specs = model.arch.state_specs(hp, mtp=True) if mtp else model.arch.state_specs(hp)
@@ -83,8 +82,12 @@ class Session:
                                  state_devices=state_devices)  # fmt: skip
         self.graphs.before_use = self.history.settle
         self.probes = Probes(self.graphs, GraphKey(Sizes(1, 1, 1, N_PAD, None if n_rollback else 0, hidden=mtp), self.options))
-        self.one_token = OneToken(self.graphs, self.memory, self.history, self.probes)
         self.drafter = Drafter(model, self.graphs, self.memory, self.history, self.options) if mtp else None
+        self.one_token = OneToken(self.graphs, self.memory, self.history, self.probes)
+        self._decoder = Decoder(
+            hp, self.options, self.graphs, self.memory, self.history, self.probes, self.one_token, self.checkpoints, self.drafter,
+            n_ubatch=self.n_ubatch, every=checkpoint_every,
+        )  # fmt: skip
 
     # decoding
 
@@ -95,13 +98,13 @@ class Session:
         outside the vocabulary and ContextFull when they do not fit, the session being as it was; NonFinite when the
         logits are not numbers.
         """
-        if logits == "last" and type(tokens) is list and len(tokens) == 1 and self._is_ordinary(tokens[0], seq):
-            return self._decode_one(tokens[0], seq)[0]
+        if logits == "last" and type(tokens) is list and len(tokens) == 1 and self._decoder.is_ordinary(tokens[0], seq):
+            return self._decoder.one(tokens[0], seq)[0]
         return self.decode_batch({seq: tokens}, logits=logits)[seq]
 
     def decode_batch(self, batch: Mapping[int, Sequence[int]], *, logits: str = "last") -> dict[int, np.ndarray]:
         """Append tokens to several sequences at once, of any lengths → sequence → logits [n_out, n_vocab]."""
-        return self._decode(batch, logits, ())[0]
+        return self._decoder.batch(batch, logits)[0]
 
     def decode_top(self, token: int, k: int, *, seq: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Append one token to `seq` → ids int32 [k] and logits float32 [k] of the `k` likeliest next ones, likeliest first.
@@ -112,8 +115,8 @@ class Session:
         if not 1 <= k <= self.hparams.n_vocab:
             raise OptionError(f"k is {k}, expected 1 to {self.hparams.n_vocab}")
         in_graph = k > 1 or self.model.devices[0].kind != "cpu"
-        if in_graph and self._is_ordinary(token, seq):
-            ids, logits = self._decode_one(token, seq, k)
+        if in_graph and self._decoder.is_ordinary(token, seq):
+            ids, logits = self._decoder.one(token, seq, k)
         else:
             row = self.decode([token], seq=seq)[0]
             ids = (np.argpartition(row, -k)[-k:] if k > 1 else row.argmax(keepdims=True)).astype(np.int32)
@@ -141,113 +144,9 @@ class Session:
 
     def debug_capture(
         self, batch: Mapping[int, Sequence[int]], patterns: Sequence[str] = ("*",), *, logits: str = "last"
-    ) -> tuple[dict[int, np.ndarray], list[dict[tuple[str, int], tuple[str, tuple[int, ...], np.ndarray]]]]:
+    ) -> tuple[dict[int, np.ndarray], list[Captured]]:
         """Like decode_batch, and per ubatch (name, occurrence) → (op, ne, value) of the nodes whose name matches."""
-        return self._decode(batch, logits, tuple(patterns))
-
-    def _decode(self, batch, logits: str, captures: tuple[str, ...]) -> tuple[dict[int, np.ndarray], list[dict]]:
-        tokens = {seq: check_tokens(ids, self.hparams.n_vocab, seq) for seq, ids in batch.items()}
-        if not tokens:
-            raise OptionError("nothing to decode: the batch is empty")
-        self.memory.check({seq: len(ids) for seq, ids in tokens.items()})
-        past = dict(enumerate(self.memory.n_past))
-        rows: dict[int, list[np.ndarray]] = {seq: [] for seq in tokens}
-        captured = []
-        # several sequences reach their checkpoints at different tokens, so they are cut there instead of marked
-        cut_every = self.checkpoint_every if len(tokens) > 1 else 0
-        for ubatch in split_equal(
-            tokens, past, want=logits, n_ubatch=self.n_ubatch, max_seq_tokens=1 if self._one_by_one else None, cut_every=cut_every
-        ):
-            out, kept = self._run(ubatch, captures)
-            captured += [kept] if captures else []
-            for seq, i, n in ubatch.outputs:
-                rows[seq].append(out[i : i + n])
-        empty = np.empty((0, self.hparams.n_vocab), np.float32)
-        return {seq: r[0] if len(r) == 1 else np.concatenate(r) if r else empty for seq, r in rows.items()}, captured
-
-    def _is_ordinary(self, token: int, seq: int) -> bool:
-        """Say whether a token can take the short way: no draft follows and no checkpoint is due after it."""
-        return (
-            type(token) is int and 0 <= token < self.hparams.n_vocab and self.one_token.is_ordinary(seq) and self.drafter is None
-            and not (self.checkpoint_every and (self.memory.n_past[seq] + 1) % self.checkpoint_every == 0)
-        )  # fmt: skip
-
-    def _decode_one(self, token: int, seq: int, top: int = 0) -> list[np.ndarray]:
-        self.one_token.prepare(token, seq, top)
-        self.history.supersede(seq)
-        try:
-            outs = self.one_token.compute()
-        except BaseException:
-            ubatch, plan = self._planned(token, seq)
-            self.memory.apply(ubatch, plan, failed=ubatch.seqs)
-            raise
-        if isfinite(outs[-1].item(0)):
-            self.one_token.keep(token, seq)
-        else:
-            self._finish(*self._planned(token, seq), (), outs[-1].reshape(1, -1), None)
-        return outs
-
-    def _planned(self, token: int, seq: int) -> tuple[UBatch, Plan]:
-        """Return what the general way would run for one more token of `seq`."""
-        past = {seq: self.memory.n_past[seq]}
-        [ubatch] = split_equal({seq: np.array([token], np.int32)}, past, want="last", n_ubatch=1)
-        return ubatch, self.memory.plan(ubatch)
-
-    def _run(self, ubatch: UBatch, captures: tuple[str, ...]) -> tuple[np.ndarray | None, dict]:
-        marks = self._marks(ubatch)
-        plan = self.memory.plan(ubatch, marks)
-        sizes = Sizes(ubatch.n_seq_tokens, ubatch.n_seqs, len(ubatch.out_rows), plan.n_kv, plan.rs_head, plan.keep,
-                      hidden=self.drafter is not None)  # fmt: skip
-        built = self.graphs.get(self.probes.key(GraphKey(sizes, self.options, captures)))
-        values = {**built.constants, "inp_tokens": ubatch.tokens, "inp_pos": ubatch.pos, "out_ids": ubatch.out_rows, **plan.inputs}
-        out = None if built.logits is None else np.empty((len(ubatch.out_rows), self.hparams.n_vocab), np.float32)
-        hidden = None if built.hidden is None else np.empty((ubatch.n_tokens, self.hparams.n_embd), np.float32)
-        try:
-            self.graphs.executor.run(built, built.arrange(values), [x for x in (out, hidden) if x is not None])
-        except BaseException:
-            self.memory.apply(ubatch, plan, failed=ubatch.seqs)
-            raise
-        kept = built.read_kept()
-        self.probes.note(kept)
-        self._finish(ubatch, plan, marks, out, hidden)
-        if self.drafter:
-            self.drafter.follow(ubatch.seqs)
-        return out, {at: (node.op, node.ne, kept[at]) for at, (node, _) in built.kept.items()} if captures else {}
-
-    def _finish(
-        self, ubatch: UBatch, plan: Plan, marks: Sequence[int], out: np.ndarray | None, hidden: np.ndarray | None
-    ) -> None:
-        """Move the cursors, note tokens and logits, take the checkpoints that are due; refuse what is not finite."""
-        failed = {}
-        for seq, i, n in ubatch.outputs:
-            # one NaN in the last hidden state makes every logit of its row NaN: one of them tells
-            if not all(map(isfinite, out[i : i + n, 0].tolist())):
-                failed[seq] = self.memory.recurrent.non_finite(seq, self.memory.n_past[seq] + ubatch.n_seq_tokens)
-        self.memory.apply(ubatch, plan, failed)
-        last = {seq: out[i + n - 1] for seq, i, n in ubatch.outputs}
-        n_tokens = ubatch.n_seq_tokens
-        for i, (seq, ids) in enumerate(zip(ubatch.seqs, ubatch.tokens.reshape(ubatch.n_seqs, -1).tolist())):
-            if seq in failed:
-                continue
-            rows = None if hidden is None else hidden[i * n_tokens : (i + 1) * n_tokens]
-            self.history.extend(seq, ids, last.get(seq), rows)
-            n_past = self.memory.n_past[seq]
-            for mark in marks:
-                slot = self.memory.recurrent.slot_after(seq, n_past - n_tokens, mark, n_tokens, marks)
-                self.checkpoints.add([seq], n_past - n_tokens + mark, self.memory.recurrent.snapshot(slot))
-            if self.checkpoint_every and n_past % self.checkpoint_every == 0:
-                self.checkpoint(seq)
-        # attention spreads NaN to every sequence of a ubatch; the one with a sick state brought it in
-        for seq, layers in sorted(failed.items(), key=lambda item: not item[1]):
-            where = f"the state of layer {layers[0]}" if layers else "attention or the head"
-            raise NonFinite(f"sequence {seq}: the logits are not finite; first seen in {where}")
-
-    def _marks(self, ubatch: UBatch) -> tuple[int, ...]:
-        """Return the token counts inside this ubatch at which a checkpoint is due; its end needs no mark."""
-        if not self.checkpoint_every or ubatch.n_seqs > 1:
-            return ()
-        first = self.checkpoint_every - self.memory.n_past[ubatch.seqs[0]] % self.checkpoint_every
-        return tuple(range(first, ubatch.n_seq_tokens, self.checkpoint_every))
+        return self._decoder.batch(batch, logits, tuple(patterns))
 
     # moving about
 
@@ -332,7 +231,7 @@ class Session:
     def checkpoint(self, seq: int = 0) -> bool:
         """Copy the recurrent states of `seq` to the host, to go back to; False when the budget has no room for one."""
         self.memory.check({seq: 0})
-        return self.checkpoints.add([seq], self.memory.n_past[seq], self.memory.snapshot(seq), self.history[seq].logits)
+        return self._decoder.checkpoint(seq)
 
     def clear(self, seq: int = 0) -> None:
         """Forget sequence `seq`; it starts again from zeros."""
@@ -371,7 +270,7 @@ class Session:
 
         With `lines` every node knows the Python lines that made it. Raises OptionError for more tokens than are computed at once.
         """
-        limit = 1 if self._one_by_one else self.n_ubatch
+        limit = self._decoder.max_seq_tokens
         if not 1 <= n_tokens <= limit:
             raise OptionError(f"n_tokens is {n_tokens}; this session computes 1 to {limit} tokens at once")
         n_kv = min(self.n_ctx, padded(self.n_past() + n_tokens))

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "qwen3next_ggml"
 LEVELS = {
     "errors": 0, "machine": 0, "reference": 0, "ggml": 1, "gguf_file": 2, "batch": 2, "array_file": 2, "hparams": 3, "tokenizer": 3, "chat": 3, "tensors": 4,
-    "graph": 5, "models": 6, "memory": 6, "executor": 5, "graph_cache": 6, "probes": 7, "graph_view": 7, "geometry": 10, "history": 7, "drafter": 7, "one_token": 7, "session_file": 7, "session": 8, "model": 9, "steering": 9, "surgery": 5,
+    "graph": 5, "models": 6, "memory": 6, "executor": 5, "graph_cache": 6, "probes": 7, "graph_view": 7, "geometry": 10, "history": 7, "drafter": 7, "one_token": 7, "decoder": 7, "session_file": 7, "session": 8, "model": 9, "steering": 9, "surgery": 5,
     "sampler": 10, "planner": 9, "speculative": 10, "generate": 11, "parity": 11, "perplexity": 11, "trace": 10, "profile": 11, "toy": 11, "cli": 12, "__main__": 13, "__init__": 13,
 }  # fmt: skip
 C_NAMES = {"ffi", "lib", "NULL"}

@@ -6,6 +6,8 @@ import pytest
 import qwen3next_ggml
 from qwen3next_ggml import ggml
 from qwen3next_ggml.errors import ContextFull, OptionError, StateError
+from qwen3next_ggml.executor import Built
+from qwen3next_ggml.history import History
 from qwen3next_ggml.memory.kv_cache import KvCache
 from qwen3next_ggml.memory.recurrent import RecurrentMemory
 from tests.kit import apart, digest, halves, max_abs, same
@@ -202,6 +204,91 @@ def test_the_callers_logits_are_his(model):
         assert np.array_equal(s.prompt(TEXTS[0][:9])[0], want) and s.last_evaluated == 0
         s.prompt(TEXTS[0][:9])[:] = -1
         assert np.array_equal(s.prompt(TEXTS[0][:9])[0], want)
+
+
+def count_fetches(monkeypatch):
+    """Count the rows of logits that are copied for the session to keep."""
+    fetched, row = [], Built.row
+    monkeypatch.setattr(Built, "row", lambda self, i: (fetched.append(i), row(self, i))[1])
+    return fetched
+
+
+def go_on_beside_others(model):
+    """Logits of a batch, kept by three sequences and a fork while one goes on, one is cut and one is cleared."""
+    with model.session(**options(n_seq_max=5, n_rollback=2)) as s:
+        # the graph of one token, which has to be there already: building one has all fetched
+        for seq in range(4):
+            s.decode(TEXTS[seq][:1], seq=seq)
+        out = s.decode_batch({seq: TEXTS[seq][1:9] for seq in range(4)})
+        want = {seq: rows[0].copy() for seq, rows in out.items()}
+        for rows in out.values():
+            rows[:] = -1
+        s.decode(TEXTS[1][9:10], seq=1)
+        s.fork(2, dst=4)
+        s.rewind(3, n=1)
+        s.clear(0)
+        for seq, text in ((2, 2), (4, 2)):
+            assert np.array_equal(s.prompt(TEXTS[text][:9], seq=seq)[0], want[text]) and s.last_evaluated == 0
+        assert not np.array_equal(s.prompt(TEXTS[3][:8], seq=3)[0], want[3]) and s.history[0].logits is None
+
+
+def test_the_logits_of_a_batch_wait_where_they_are(model, monkeypatch):
+    """They are copied for those alone that somebody asks for or that others' would be written over."""
+    fetched = count_fetches(monkeypatch)
+    with model.session(**options(n_seq_max=4)) as s:
+        s.decode_batch({seq: [TEXTS[seq][0]] for seq in (0, 3)})
+        s.decode_batch({seq: [TEXTS[seq][0]] for seq in range(3)})
+        fetched.clear()
+        for step in range(1, 20):
+            s.decode_batch({seq: [TEXTS[seq][step]] for seq in range(3)})
+        assert fetched == []
+        s.decode_batch({seq: [TEXTS[seq][20]] for seq in (0, 3)})
+        assert fetched == [1, 2]
+    go_on_beside_others(model)
+
+
+@pytest.mark.parametrize("name, bug", {
+    "supersede": lambda self, seqs: None,
+    "truncate": lambda self, seq, n_past, logits=None: self._held[seq].tokens.__delitem__(slice(n_past, None)),
+}.items())  # fmt: skip
+def test_logits_that_wait_too_long_are_noticed(model, monkeypatch, name, bug):
+    monkeypatch.setattr(History, name, bug)
+    with pytest.raises(AssertionError):
+        go_on_beside_others(model)
+
+
+def visible_by_cell(kv, ubatch, n_kv):
+    """Say of every token and cell whether the cell holds an earlier token of the same sequence, or this one."""
+    rows = zip(ubatch.seq_of_row.tolist(), ubatch.pos.tolist())
+    return np.array([[bool(kv.member[seq, cell]) and kv.pos[cell] <= pos for cell in range(n_kv)] for seq, pos in rows])
+
+
+def test_a_mask_shows_each_token_what_came_before_it(model):
+    """Looked at when the ubatch is in its cells: prompts beside steps, forks, holes that cuts have left."""
+    seen = []
+    with model.session(**options(n_seq_max=4, n_rollback=3)) as s:
+        kv, apply, mask = s.memory.kv, s.memory.apply, s.memory.kv.mask
+
+        def remember(ubatch, cells, n_kv):
+            seen.append([ubatch, mask(ubatch, cells, n_kv)])
+            return seen[-1][1]
+
+        def look(ubatch, plan, failed=()):
+            apply(ubatch, plan, failed)
+            seen[-1].append(visible_by_cell(kv, ubatch, plan.n_kv))
+
+        kv.mask, s.memory.apply = remember, look
+        s.decode_batch({seq: TEXTS[seq][: 5 + 3 * seq] for seq in range(3)})
+        s.fork(2, dst=3)
+        s.rewind(1, n=2)
+        s.decode_batch({0: TEXTS[3][:4], 1: TEXTS[4][:4], 3: TEXTS[5][:4]})
+        s.rewind(2, n=3)
+        s.decode_batch({seq: [7] for seq in range(4)})
+        s.clear(0)
+        s.decode(TEXTS[6][:20], seq=0)
+    assert len(seen) >= 6
+    for _, got, visible in seen:
+        assert np.array_equal(got == 0, visible) and np.isneginf(got[~visible]).all()
 
 
 # what the tests above would not let pass

@@ -134,14 +134,15 @@ class HybridMemory:
         touched must be cleared before it goes on.
         """
         n = ubatch.n_seq_tokens
-        for i, seq in enumerate(ubatch.seqs):
-            cells = plan.cells[i * n : (i + 1) * n]
-            if seq not in failed:
-                self.kv.apply(seq, ubatch.pos[i * n : (i + 1) * n], cells)
-                self.n_past[seq] += n
-                self.recurrent.applied(seq, self.n_past[seq])
-                continue
-            self.kv.erase(cells)
+        bad = np.isin(ubatch.seqs, list(failed)).repeat(n) if failed else np.zeros(ubatch.n_tokens, bool)
+        whole = [seq for seq in ubatch.seqs if seq not in failed]
+        if self.kv.specs:
+            self.kv.apply(whole, ubatch.pos[~bad], plan.cells[~bad])
+            self.kv.erase(plan.cells[bad])
+        for seq in whole:
+            self.n_past[seq] += n
+            self.recurrent.applied(seq, self.n_past[seq])
+        for seq in failed:
             if not self.recurrent.survives(seq, self.n_past[seq], n):
                 self._interrupted.add(seq)
 

@@ -120,27 +120,26 @@ class KvCache:
 
     def mask(self, ubatch: UBatch, cells: np.ndarray, n_kv: int) -> np.ndarray:
         """Return the mask [n_tokens, n_kv]: 0 where a token may look, −inf elsewhere; f16 for flash attention."""
-        dtype = self.mask_type
+        dtype, n = self.mask_type, ubatch.n_seq_tokens
         if ubatch.n_seqs == 1 and self.only(ubatch.seqs[0]):
             # nobody else's cells, and none out of order: each token sees one more than the one before
             mask = np.full((ubatch.n_tokens, n_kv), -np.inf, dtype)
             for row, cell in enumerate(cells.tolist()):
                 mask[row, : cell + 1] = 0
             return mask
-        pos, member = self.pos[:n_kv].copy(), self.member[list(ubatch.seqs), :n_kv]
-        rows = np.arange(ubatch.n_tokens)
-        pos[cells] = ubatch.pos
-        member[:, cells] = False
-        member[rows // ubatch.n_seq_tokens, cells] = True
-        visible = member[rows // ubatch.n_seq_tokens] & (pos <= ubatch.pos[:, None])
-        return np.where(visible, dtype(0), dtype(-np.inf))
+        # a sequence sees all it holds, and of what is new its own up to each token
+        seen = self.member[list(ubatch.seqs), :n_kv].repeat(n, axis=0)
+        new = cells.reshape(-1, n)
+        rows = np.arange(ubatch.n_tokens).reshape(-1, n, 1)
+        seen[rows, new[:, None]] = np.tri(n, dtype=bool)
+        return np.where(seen, dtype(0), dtype(-np.inf))
 
     def nextn_cells(self, seq: int, pos: np.ndarray) -> np.ndarray:
         """Return the cells of `seq` at `pos`, adjacent positions to its end or beyond, where free cells are taken."""
         held = np.flatnonzero(self.member[seq] & (self.pos >= pos[0]))
         held = held[np.argsort(self.pos[held])]
         new = self.find_cells(len(pos) - len(held))
-        self.apply(seq, pos[len(held) :], new)
+        self.apply([seq], pos[len(held) :], new)
         return np.concatenate([held, new])
 
     def nextn_mask(self, seq: int, pos: np.ndarray, cells: np.ndarray) -> np.ndarray:
@@ -157,14 +156,16 @@ class KvCache:
         n_embd_v = max(s.n_embd_head_v * s.n_head_kv for s in self.specs)
         return (np.arange(n_embd_v) * self.n_cells + cells[:, None]).reshape(-1).astype(np.int64)
 
-    def apply(self, seq: int, pos: np.ndarray, cells: np.ndarray) -> None:
-        """Mark `cells` as holding tokens of `seq` at positions `pos`."""
+    def apply(self, seqs: Sequence[int], pos: np.ndarray, cells: np.ndarray) -> None:
+        """Mark `cells` as holding equally many tokens of each of `seqs`, in order, at positions `pos`."""
         if not len(cells):
             return
+        n = len(cells) // len(seqs)
         self.pos[cells] = pos
-        self.member[seq, cells] = True
+        self.member[np.repeat(seqs, n), cells] = True
         self.n_used += len(cells)
-        self._n_held[seq] += len(cells)
+        for seq in seqs:
+            self._n_held[seq] += n
         self._top = max(self._top, int(cells[-1]) + 1)
         self._packed = self.n_used == self._top
 
