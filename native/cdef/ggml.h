@@ -67,6 +67,8 @@ CORE     ggml_tensor * ggml_get_first_tensor(const ggml_context * ctx);
 CORE     ggml_tensor * ggml_get_next_tensor(const ggml_context * ctx, ggml_tensor * tensor);
 CORE     size_t ggml_tensor_overhead(void);
 CORE     size_t ggml_nbytes(const ggml_tensor * tensor);
+CORE     int64_t ggml_nelements(const ggml_tensor * tensor);
+CORE     int64_t ggml_nrows(const ggml_tensor * tensor);
 CORE     bool   ggml_is_contiguous(const ggml_tensor * tensor);
 CORE     const char * ggml_op_name(int op);
 CORE     const char * ggml_op_desc(const ggml_tensor * tensor);

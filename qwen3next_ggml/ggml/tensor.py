@@ -179,8 +179,12 @@ class Tensor:
 
     @property
     def nelements(self) -> int:
-        ne0, ne1, ne2, ne3 = self.ne
-        return ne0 * ne1 * ne2 * ne3
+        return lib.ggml_nelements(self._p)
+
+    @property
+    def nrows(self) -> int:
+        """Return ne1 · ne2 · ne3."""
+        return lib.ggml_nrows(self._p)
 
     @property
     def is_contiguous(self) -> bool:

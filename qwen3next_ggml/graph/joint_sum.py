@@ -1,6 +1,6 @@
 """The sum at the end of a layer as one op: experts, shared expert and residual of one token, laid one behind the other (level 5)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,11 +38,11 @@ class JointSum:
         if not (can and g.options.joint_sum and g.options.expert_sum and g.options.top_k_first):
             return None
         n = hp.n_expert_used + 2
-        found = cls(g.scratch("ffn_sum_rows", hp.n_embd, n), g.input("ffn_sum_weights", np.ones((n, 1))))
+        rows, weights = g.scratch("ffn_sum_rows", hp.n_embd, n), g.input("ffn_sum_weights", np.ones((n, 1)))
         gate_up, down = g.one_more.get(wb.ffn_gate_up_exps or wb.ffn_gate_exps), g.one_more.get(wb.ffn_down_exps)
         if not g.options.shared_as_expert or gate_up is None or down is None:
-            return found
-        return replace(found, gate_up=gate_up, down=down, ids=g.input("ffn_sum_ids", np.full((1, n - 1), hp.n_expert)))
+            return cls(rows, weights)
+        return cls(rows, weights, gate_up, down, g.input("ffn_sum_ids", np.full((1, n - 1), hp.n_expert)))
 
     def sum(self, g: GraphBuilder) -> ggml.Tensor:
         """Add up what was laid → [n_embd, 1]."""

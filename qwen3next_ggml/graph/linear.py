@@ -14,32 +14,33 @@ def linear(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
 
     Mirrors llama.cpp's `build_lora_mm`.
     """
-    y = g.mul_mat(_form(g, w, x), x)
-    scale = g.scales.get(w) if g.scales else None
-    return y if scale is None else g.mul(y, scale)
+    return _scaled(g, g.mul_mat(_form(g, w, x), x), w)
 
 
 def linears(g: GraphBuilder, weights: Sequence[ggml.Tensor], x: ggml.Tensor) -> list[ggml.Tensor]:
     """Project x with each of `weights` → [n_out, …] each: in one product where x is one column and they lie one behind the other."""
-    if not g.stacks or not g.options.stacked_weights or x.ne[1:] != (1, 1, 1):
+    if not g.stacks or not g.options.stacked_weights or x.nrows > 1:
         return [linear(g, w, x) for w in weights]
-    found, rest = [], list(weights)
-    while rest:
-        stack = g.stacks.get(_form(g, rest[0], x))
-        n = len(stack.parts) if stack else 1
-        if stack and tuple(_form(g, w, x) for w in rest[:n]) == stack.parts:
+    forms = tuple(_form(g, w, x) for w in weights)
+    found: list[ggml.Tensor] = []
+    while (i := len(found)) < len(forms):
+        stack = g.stacks.get(forms[i])
+        if stack and forms[i : i + len(stack.parts)] == stack.parts:
             y = g.mul_mat(stack.whole, x)
             found += [g.view_2d(y, n_out, 1, stack.row_size, offset) for n_out, offset in stack.cuts]
         else:
-            n = 1
-            found.append(linear(g, rest[0], x))
-        del rest[:n]
+            found.append(_scaled(g, g.mul_mat(forms[i], x), weights[i]))
     return found
+
+
+def _scaled(g: GraphBuilder, y: ggml.Tensor, w: ggml.Tensor) -> ggml.Tensor:
+    scale = g.scales.get(w) if g.scales else None
+    return y if scale is None else g.mul(y, scale)
 
 
 def _form(g: GraphBuilder, w: ggml.Tensor, x: ggml.Tensor) -> ggml.Tensor:
     """Return w, or the same rewritten where that is faster with the columns of x."""
-    few = g.options.repacked_few and x.nelements <= FEW_COLUMNS * x.ne[0]
+    few = g.options.repacked_few and x.nrows <= FEW_COLUMNS
     return g.repacked.get(w, w) if few else w
 
 

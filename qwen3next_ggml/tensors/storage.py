@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
@@ -80,8 +81,9 @@ class Stack:
     parts: tuple[ggml.Tensor, ...]
     cuts: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def row_size(self) -> int:
+        """Bytes of a column of the product of all."""
         return 4 * sum(n_out for n_out, _ in self.cuts)
 
 
