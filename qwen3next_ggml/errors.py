@@ -1,7 +1,10 @@
-"""Every error this package raises on purpose (level 0).
+"""Every error this package raises on purpose, and the one check that every room makes (level 0).
 
 `QGraphError` is what the command line shows as one line; anything else that escapes is a bug and shows its traceback.
 """
+
+
+from numbers import Integral
 
 
 class QGraphError(Exception):
@@ -46,3 +49,11 @@ class NonFinite(QGraphError):
 
 class OptionError(QGraphError, ValueError):
     """An argument has a value that means nothing."""
+
+
+def check_whole(name: str, value: object, low: int) -> None:
+    """Raise OptionError unless an argument is a whole number from `low` on."""
+    if not isinstance(value, Integral):
+        raise OptionError(f"{name} is {value!r}, expected a whole number")
+    if value < low:
+        raise OptionError(f"{name} must be at least {low}, got {value}")

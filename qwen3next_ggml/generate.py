@@ -5,7 +5,9 @@ Knows nothing of graphs, devices or terminals.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from numbers import Integral
 from time import perf_counter
 
 import numpy as np
@@ -65,9 +67,11 @@ def stream_generate(
     OptionError at the call, UnsupportedModelError where there is no head; while running, ContextFull before anything is
     evaluated, and NonFinite.
     """
-    if n_predict < -1:
-        raise OptionError(f"n_predict is {n_predict}, expected -1 (until the context is full) or more")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not isinstance(n_predict, Integral) or n_predict < -1:
+        raise OptionError(f"n_predict is {n_predict!r}, expected -1 (until the context is full) or a number of tokens")
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+        raise OptionError(f"stop is {stop!r}, expected a string or several")
     if "" in stops:
         raise OptionError("a stop string is empty")
     if sampler is None:
@@ -78,11 +82,15 @@ def stream_generate(
     spec.check(model, session)
     tokens = _prompt_tokens(model, prompt, parse_special)
     choose = _Chooser(tokens, sampler, tuple(logits_processors))
-    return _generate(model, session, seq, choose, _TextOut(model.tokenizer.stream(special=special), stops), n_predict, spec)
+    return _generate(model, session, seq, choose, _TextOut(model.tokenizer.stream(special=special), tuple(stops)), n_predict, spec)
 
 
 def make_sampler(model, params: SamplerParams | None = None, *, ignore_eos: bool = False, **sampling) -> Sampler:
     """Return the sampler that `stream_generate` makes of these arguments."""
+    known = [option.name for option in fields(SamplerParams)]
+    for name in sampling.keys() - set(known):
+        close = get_close_matches(name, known, n=3, cutoff=0.4)
+        raise OptionError(f"no sampling option is called {name}{'; close to it are ' if close else ''}{', '.join(close)}")
     params = replace(params or SamplerParams(), **sampling)
     if ignore_eos:
         params = replace(params, logit_bias={**params.logit_bias, **dict.fromkeys(model.tokenizer.eog, -np.inf)})
@@ -93,6 +101,11 @@ def _prompt_tokens(model, prompt, parse_special: bool) -> list[int]:
     if isinstance(prompt, str):
         tokens = model.tokenizer.encode(prompt, parse_special=parse_special)
     else:
+        if not isinstance(prompt, (Sequence, np.ndarray)):
+            raise OptionError(f"the prompt is a {type(prompt).__name__}, expected text or a list of token ids")
+        strange = [token for token in prompt if not isinstance(token, Integral)]
+        if strange:
+            raise OptionError(f"the prompt holds {strange[0]!r}, expected token ids")
         tokens = [int(token) for token in prompt]
     n_vocab = model.hparams.n_vocab
     outside = [token for token in tokens if not 0 <= token < n_vocab]

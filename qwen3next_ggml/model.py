@@ -7,10 +7,11 @@ from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from . import ggml as ggml_layer
 from . import models
-from .errors import OptionError
+from .errors import OptionError, StateError, check_whole
 from .gguf_file import GgufFile, fingerprint
 from .hparams import Metadata
 from .machine import available_cpus
@@ -44,8 +45,7 @@ def load(
     are then numbered anew, a repeated one has a state of its own, and there is no NextN block.
     Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.
     """
-    if n_threads is not None and n_threads < 1:
-        raise OptionError(f"n_threads must be at least 1, got {n_threads}")
+    check_whole("n_threads", 1 if n_threads is None else n_threads, 1)
     ggml_layer.provider(ggml)
     names = [device] if isinstance(device, str) else list(device)
     if not names:
@@ -84,6 +84,8 @@ class Model:
         self.n_threads = n_threads
         self.layers = layers
         self._computes = computes
+        self._closed = False
+        self._sessions: WeakSet[Session] = WeakSet()
 
     @property
     def tensors(self) -> dict:
@@ -121,10 +123,14 @@ class Model:
         return self.devices.index(self.layer_devices[il])
 
     def session(self, **options) -> Session:
-        """Return a new Session; options as there. Raises OptionError for a model loaded with weights=False."""
+        """Return a new Session; options as there. Raises OptionError for a model loaded with weights=False, StateError for a closed one."""
+        if self._closed:
+            raise StateError(f"the model {self.file.path} is closed")
         if not self._computes:
             raise OptionError("the model was loaded with weights=False; load it with its weights to compute")
-        return Session(self, **options)
+        session = Session(self, **options)
+        self._sessions.add(session)
+        return session
 
     def load_session(self, path: str | os.PathLike | SessionFile, *, sampler=None, **changes) -> Session:
         """Return a session that goes on where the saved one was; `changes` are options that shall differ from its own.
@@ -145,7 +151,10 @@ class Model:
         return session
 
     def close(self) -> None:
-        """Free the weights and unmap the file; close sessions first."""
+        """Close the sessions that are open, free the weights and unmap the file; a second call does nothing."""
+        self._closed = True
+        for session in list(self._sessions):
+            session.close()
         self.weights.close()
         self.file.close()
 

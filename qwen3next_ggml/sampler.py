@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,9 @@ _ALIASES |= {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
 _RANDOM_SEEDS = (None, -1, 0xFFFFFFFF)
 _RANGES = {"temp": (0, math.inf), "top_p": (0, 1), "min_p": (0, 1), "typ_p": (0, 1), "xtc_probability": (0, 1),
            "xtc_threshold": (0, 1), "penalty_last_n": (0, math.inf), "min_keep": (0, math.inf)}
+_WHOLE = ("seed", "top_k", "min_keep", "penalty_last_n")
+_NUMBERS = (*_WHOLE, "temp", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "penalty_repeat",
+            "penalty_freq", "penalty_present")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class SamplerParams:
     samplers: str = DEFAULT_SAMPLERS
 
     def __post_init__(self):
+        for name in _NUMBERS:
+            self._check_number(name)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not (low <= value <= high and math.isfinite(value)):
@@ -65,11 +71,20 @@ class SamplerParams:
         if self.seed not in _RANDOM_SEEDS and not 0 <= self.seed < 2**32:
             raise OptionError(f"seed is {self.seed}, expected 0 to {2**32 - 2}, or -1 for a random one")
         for token, bias in self.logit_bias.items():
+            if not isinstance(token, Integral) or not isinstance(bias, Real):
+                raise OptionError(f"logit_bias has {bias!r} for {token!r}, expected a number for a token id")
             if math.isnan(bias) or bias == math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}, expected a number or -inf")
+        if not isinstance(self.samplers, str):
+            raise OptionError(f"samplers is {self.samplers!r}, expected names joined by ';'")
         unknown = [name for name in self._names() if name not in _ALIASES]
         if unknown:
             raise OptionError(f"sampler '{unknown[0]}' is not built, built are {', '.join(_BUILT)}")
+
+    def _check_number(self, name: str) -> None:
+        value, whole = getattr(self, name), name in _WHOLE
+        if not isinstance(value, Integral if whole else Real) and not (name == "seed" and value is None):
+            raise OptionError(f"{name} is {value!r}, expected a {'whole ' if whole else ''}number")
 
     def _names(self) -> list[str]:
         return [name.strip().lower() for name in self.samplers.split(";") if name.strip()]

@@ -13,7 +13,7 @@ from . import ggml
 from .batch import best_ubatch, check_tokens
 from .decoder import Captured, Decoder
 from .drafter import Drafter, check_head
-from .errors import OptionError, StateError
+from .errors import OptionError, StateError, check_whole
 from .graph.inputs import Sizes
 from .graph.key import GraphKey
 from .graph.options import GraphOptions
@@ -46,10 +46,12 @@ class Session:
         checkpoint_mib: int = 1024, mtp: bool = False, delta_net: str = "auto", graph: str | GraphOptions = "auto",
         kv_device: str | None = None, n_threads: int | None = None,
     ):  # fmt: skip
-        _check_sizes(n_ctx=(n_ctx, 0), n_seq_max=(n_seq_max, 1), n_rollback=(n_rollback, 0), checkpoint_every=(checkpoint_every, 0),
-                     n_ubatch=(1 if n_ubatch is None else n_ubatch, 1), checkpoint_mib=(checkpoint_mib, 0))  # fmt: skip
         # what was asked for, not what it came to: elsewhere "auto" may come to something else
         self.settings = {name: x for name, x in locals().items() if name not in ("self", "model", "n_threads")}
+        for name, low in (("n_ctx", 0), ("n_seq_max", 1), ("n_rollback", 0), ("checkpoint_every", 0), ("checkpoint_mib", 0)):
+            check_whole(name, self.settings[name], low)
+        check_whole("n_ubatch", 1 if n_ubatch is None else n_ubatch, 1)
+        check_whole("n_threads", 1 if n_threads is None else n_threads, 1)
         if mtp:
             check_head(model)
         self.model = model
@@ -131,6 +133,7 @@ class Session:
         axes reversed from ggml order; reading changes no logits of the same graph, but switches off the fast options that
         remove or reshape a node asked for. Raises GraphError, with the closest names, for a pattern that names nothing.
         """
+        self.memory.check_open()
         return self.probes.capture(patterns)
 
     def patch(self, name: str, fn: Callable) -> AbstractContextManager[None]:
@@ -140,6 +143,7 @@ class Session:
         quantised weights; arrays enter through `g.input(name, array)`. Raises GraphError for a name that is not there or
         a value of another shape.
         """
+        self.memory.check_open()
         return self.probes.patch(name, fn)
 
     def debug_capture(
@@ -244,6 +248,7 @@ class Session:
 
         The file is replaced in one step; StateError when it cannot be written, and what was there stays.
         """
+        self.memory.check_open()
         save(self, path, sampler=sampler)
 
     # looking
@@ -282,7 +287,7 @@ class Session:
     # life
 
     def close(self) -> None:
-        """Free everything the session owns; a second call does nothing."""
+        """Free everything the session owns; whatever is asked of it then is a StateError. A second call does nothing."""
         self.graphs.close()
         self.memory.close()
 
@@ -291,9 +296,3 @@ class Session:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def _check_sizes(**sizes: tuple[int, int]) -> None:
-    for name, (value, low) in sizes.items():
-        if value < low:
-            raise OptionError(f"{name} must be at least {low}, got {value}")

@@ -106,8 +106,14 @@ class HybridMemory:
 
     def check_seq(self, seq: int) -> None:
         """Raise StateError unless sequence `seq` exists."""
+        self.check_open()
         if not 0 <= seq < len(self.n_past):
             raise StateError(f"sequence {seq} does not exist; n_seq_max={len(self.n_past)}")
+
+    def check_open(self) -> None:
+        """Raise StateError when there is no state any more."""
+        if not self.n_past:
+            raise StateError("the session is closed")
 
     def plan(self, ubatch: UBatch, marks: Sequence[int] = ()) -> Plan:
         """Say where `ubatch` goes, without moving anything; states after `marks` token counts go to staging slots."""
@@ -234,7 +240,8 @@ class HybridMemory:
         return {name: self.recurrent.read(i, name, slot) for i, name in self.recurrent.states if i == il}
 
     def close(self) -> None:
-        """Free every state tensor."""
+        """Free every state tensor; there are no sequences then."""
+        self.n_past = []
         self._owned.close()
 
 
