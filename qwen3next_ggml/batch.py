@@ -63,7 +63,8 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, seq: int) -> np.ndarray:
         return np.array(tokens, np.int32)
     out = np.asarray(tokens)
     if out.ndim != 1 or out.size == 0:
-        raise OptionError(f"sequence {seq}: expected a non-empty list of token ids, got shape {out.shape}")
+        got = f"a {type(tokens).__name__}" if out.ndim == 0 else f"shape {out.shape}"
+        raise OptionError(f"sequence {seq}: expected a non-empty list of token ids, got {got}")
     if out.dtype.kind not in "iu":
         raise OptionError(f"sequence {seq}: token ids must be integers, got {out.dtype}")
     bad = (out < 0) | (out >= n_vocab)

@@ -48,6 +48,9 @@ class ChatTemplate:
         left out, as transformers does. Raises OptionError.
         """
         source = self.tool_source if tools and self.tool_source else self.source
+        strange = [message for message in messages if not isinstance(message, Mapping)]
+        if strange:
+            raise OptionError(f"a message is {strange[0]!r}, expected a mapping with role and content")
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         names = {"documents": None, **self.special_tokens, **variables, "messages": messages, "tools": tools}
         try:

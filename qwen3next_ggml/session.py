@@ -267,7 +267,12 @@ class Session:
         return self.graphs.n_builds
 
     def state(self, il: int, seq: int = 0) -> dict[str, np.ndarray]:
-        """Return layer `il`'s recurrent states of `seq`: "r" [channels, d_conv − 1], "s" [H_v, S_v, S_k]; empty for attention."""
+        """Return layer `il`'s recurrent states of `seq`: "r" [channels, d_conv − 1], "s" [H_v, S_v, S_k]; empty for attention.
+
+        Raises OptionError for a layer that is not there.
+        """
+        if not 0 <= il < self.hparams.n_layer:
+            raise OptionError(f"there is no layer {il}; the model has 0 to {self.hparams.n_layer - 1}")
         return self.memory.recurrent_state(il, seq)
 
     def graph(self, n_tokens: int = 1, *, lines: bool = False) -> GraphView:

@@ -3,6 +3,7 @@
 import pytest
 
 import qwen3next_ggml as q
+from qwen3next_ggml.chat import ChatTemplate
 from qwen3next_ggml.errors import OptionError, StateError
 from qwen3next_ggml.generate import stream_generate
 
@@ -78,6 +79,20 @@ def test_a_closed_model_takes_its_sessions_along(toys):
 def test_sizes_of_a_session(model, options, words):
     with pytest.raises(OptionError) as caught:
         model.session(**options)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda s: s.decode("To be"), "sequence 0: expected a non-empty list of token ids, got a str"),
+    (lambda s: s.decode([]), "sequence 0: expected a non-empty list of token ids, got shape (0,)"),
+    (lambda s: s.decode([1.5]), "sequence 0: token ids must be integers, got float64"),
+    (lambda s: s.state(99), "there is no layer 99; the model has 0 to 3"),
+    (lambda s: s.decode_top(1, 0), "k is 0, expected 1 to 97"),
+    (lambda s: ChatTemplate.from_metadata({}, source="{{ messages }}").render("To be"), "a message is 'T', expected a mapping with role and content"),
+])  # fmt: skip
+def test_calls(model, call, words):
+    with used(model) as session, pytest.raises(OptionError) as caught:
+        call(session)
     assert str(caught.value) == words
 
 
