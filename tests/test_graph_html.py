@@ -129,7 +129,7 @@ def test_a_click_tells_about_a_node(noted):
         assert words in about, words
     for line in node.lines:
         assert line in about
-    assert "y = g.mul_mat(_form(g, w, x), x)" in about and 'return g.name(linear(g, wb.attn_output, out), "attn_output", il)' in about
+    assert "return _scaled(g, g.mul_mat(_form(g, w, x), x), w)" in about and 'return g.name(linear(g, wb.attn_output, out), "attn_output", il)' in about
 
 
 def test_a_source_is_followed(noted):

@@ -29,6 +29,15 @@ def op(stub: Callable) -> Callable:
     return compile_op(stub, "ggml_" + stub.__name__)
 
 
+def unary(name: str, text: str) -> Callable:
+    """Make the method of an op with one operand and no parameters."""
+
+    def stub(self, a: Tensor) -> Tensor: ...
+
+    stub.__name__, stub.__qualname__, stub.__doc__ = name, f"Ops.{name}", text
+    return op(stub)
+
+
 def compile_op(stub: Callable, function: str) -> Callable:
     call = getattr(lib, function)
     _, *parameters = inspect.signature(stub).parameters.values()

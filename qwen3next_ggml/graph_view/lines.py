@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -39,8 +40,8 @@ def _noting(name: str, op: Callable) -> Callable:
     return call
 
 
-for _name, _op in vars(ggml.Ops).items():
-    if callable(_op) and not _name.startswith("_"):
+for _name, _op in inspect.getmembers(ggml.Ops, callable):
+    if not _name.startswith("_"):
         setattr(LineRecorder, _name, _noting(_name, _op))
 
 

@@ -70,8 +70,8 @@ def _noting(method: str) -> Callable:
     return call
 
 
-for _name, _op in vars(ggml.Ops).items():
-    if callable(_op) and not _name.startswith("_") and _name not in MARKS:
+for _name, _ in inspect.getmembers(ggml.Ops, callable):
+    if not _name.startswith("_") and _name not in MARKS:
         setattr(CallRecorder, _name, _noting(_name))
 
 

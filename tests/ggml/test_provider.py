@@ -232,9 +232,10 @@ def test_a_drifted_signature_is_seen(text, other):
 
 
 def test_every_method_stands_for_a_bound_function():
-    tree = ast.parse((ROOT / "qwen3next_ggml/ggml/ops.py").read_text())
-    ops = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Ops")
-    methods = {node.name for node in ops.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "qwen3next_ggml/ggml").glob("ops*.py")]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert {cls.name for cls in classes} == {cls.__name__ for cls in ggml.Ops.__mro__[:-1]}
+    methods = {node.name for cls in classes for node in cls.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
     # `into` gives a node another place, which ggml has no function for
     assert methods - {name.removeprefix("ggml_") for name in bound()} == {"into"}
     assert len(methods) > 70
