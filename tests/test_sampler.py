@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3next_ggml.errors import NonFinite, OptionError
-from qwen3next_ggml.sampler import Candidates, Sampler, SamplerParams, Twister, penalties, temperature, top_k, top_p, typ_p, xtc
+from qwen3next_ggml.sampler import Candidates, Sampler, SamplerParams
+from qwen3next_ggml.sampler.filters import penalties, temperature, top_k, top_p, typ_p, xtc
+from qwen3next_ggml.sampler.twister import Twister
 
 from .kit.process import ROOT
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import qwen3next_ggml
-from qwen3next_ggml import sampler as sampler_module
 from qwen3next_ggml.errors import OptionError, UnsupportedModelError
 from qwen3next_ggml.generate import stream_generate
 from qwen3next_ggml.ggml import types
-from qwen3next_ggml.sampler import Candidates, Proposal, Sampler, SamplerParams, verify
+from qwen3next_ggml.sampler import Candidates, Proposal, Sampler, SamplerParams, chain
+from qwen3next_ggml.sampler.filters import verify
 from qwen3next_ggml.session import Session
 from qwen3next_ggml.speculative import Lookahead
 from tests.kit import assert_same_greedy, max_abs, top2_gap
@@ -138,9 +138,9 @@ def test_penalties_biases_and_processors_see_the_same(shakespeare, monkeypatch):
 
     prompt = shakespeare.tokenizer.encode(PROMPT)
     options = dict(penalty_repeat=1.3, logit_bias={prompt[0]: 1.5}, logits_processors=[fewer_commas])
-    gaps, temperature = [], sampler_module.temperature
+    gaps, temperature = [], chain.temperature
     with monkeypatch.context() as patch:
-        patch.setattr(sampler_module, "temperature", noting_gaps)
+        patch.setattr(chain, "temperature", noting_gaps)
         want, _ = generate(shakespeare, PROMPT, 150, spec_type="none", **options)
     tokens, drafts = generate(shakespeare, PROMPT, 150, **options)
     assert_same_text(shakespeare, prompt, tokens, want, gaps)
@@ -180,7 +180,7 @@ def no_residual(c, proposal, uniform):
     q = proposal.drawn_from
     at = q.probabilities()[np.flatnonzero(q.ids == proposal.token)[0]]
     p = c.probabilities()
-    return proposal.token if here.size and uniform() * at < p[here[0]] else sampler_module.draw(c, p, uniform())
+    return proposal.token if here.size and uniform() * at < p[here[0]] else chain.draw(c, p, uniform())
 
 
 @pytest.mark.parametrize("judge, right", [(verify, True), (no_residual, False)])
@@ -216,7 +216,7 @@ class Always:
 @pytest.mark.parametrize("judge, right", [(verify, True), (no_residual, False)])
 def test_pairs_of_tokens_are_as_likely_as_without_drafts(toys, monkeypatch, judge, right):
     """The two tokens after a prompt, both proposed, on a vocabulary of 8: exact probabilities from plain logits."""
-    monkeypatch.setattr(sampler_module, "verify", judge)
+    monkeypatch.setattr(chain, "verify", judge)
     path, prompt, n_pairs = toys.file(mtp=True, n_layer=1, n_vocab=8), [1, 5, 2, 2, 7, 0], 1500
     sampler = Sampler(SamplerParams(seed=11, temp=0.4, top_k=0, top_p=1, min_p=0))
 
