@@ -28,8 +28,11 @@ def write_rows(layer: KvLayer, what: str, cells: np.ndarray, rows: np.ndarray) -
     """Let `cells` hold `rows`."""
     x = getattr(layer, what)
     if what == "v" and layer.v_transposed:
-        values = _values(layer)
-        values[:, cells] = rows.view(values.dtype).T
+        values, done = _values(layer), 0
+        for run in _runs(cells):
+            # a slice takes a third of the time that the indices of its cells do
+            values[:, run[0] : run[-1] + 1] = rows[done : done + len(run)].view(values.dtype).T
+            done += len(run)
         x.set(values.reshape(-1).view(np.uint8))
         return
     heads, size = _heads(layer, what)
