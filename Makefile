@@ -7,7 +7,8 @@
 PYTHON ?= python3
 PY     := .venv/bin/python
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip
-NATIVE := pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*)
+# what an editable install compiles, and the packages it knows by name
+INSTALL_FROM := pyproject.toml CMakeLists.txt $(wildcard native/* native/*/* qwen3next_ggml/*/__init__.py)
 
 PROMPT      ?= To be, or not to be
 # one test process per core; a file's tests stay together, so that what they share is made once
@@ -87,11 +88,11 @@ clean: ## remove .venv and everything built
 	@tar xzf .venv/vulkan/*.tgz -C .venv/vulkan package/bins package/LICENSE && rm .venv/vulkan/*.tgz
 	@touch $@
 
-.venv/installed: .venv/made $(NATIVE)
+.venv/installed: .venv/made $(INSTALL_FROM)
 	$(PIP) install -q -e .
 	@touch $@
 
-.venv/installed-test: .venv/made $(NATIVE)
+.venv/installed-test: .venv/made $(INSTALL_FROM)
 	$(PIP) install -q -e '.[test,parity]'
 	@touch .venv/installed $@
 
