@@ -3,7 +3,6 @@
 `QGraphError` is what the command line shows as one line; anything else that escapes is a bug and shows its traceback.
 """
 
-
 from numbers import Integral
 
 
