@@ -21,18 +21,18 @@ Captured = dict[tuple[str, int], tuple[str, tuple[int, ...], np.ndarray]]
 
 
 class Decoder:
-    """Take tokens into the sequences of one session, at most `n_ubatch` at once, and keep a checkpoint after `every` so many of them."""
+    """Take tokens into the sequences of one session, at most `n_ubatch` at once and `max_seq_tokens` of each, and keep a checkpoint after
+    `every` so many of them.
+    """
 
     def __init__(
         self, hparams, options: GraphOptions, graphs: GraphCache, memory: HybridMemory, history, probes, one_token, checkpoints,
-        drafter, *, n_ubatch: int, every: int,
+        drafter, *, n_ubatch: int, max_seq_tokens: int, every: int,
     ):  # fmt: skip
         self.n_vocab, self.n_embd, self.options = hparams.n_vocab, hparams.n_embd, options
         self.graphs, self.memory, self.history, self.probes = graphs, memory, history, probes
         self.one_token, self.checkpoints, self.drafter = one_token, checkpoints, drafter
-        self.n_ubatch, self.every = n_ubatch, every
-        # the step by step form of the delta rule has no other
-        self.max_seq_tokens = 1 if options.delta_net == "autoregressive" else n_ubatch
+        self.n_ubatch, self.max_seq_tokens, self.every = n_ubatch, max_seq_tokens, every
 
     # one more token of one sequence
 
@@ -53,13 +53,12 @@ class Decoder:
             ubatch, plan = self._planned(token, seq)
             self.memory.apply(ubatch, plan, failed=ubatch.seqs)
             raise
-        if isfinite(outs[-1].item(0)):
-            self.one_token.keep(token, seq)
-        else:
+        if not isfinite(outs[-1].item(0)):
             ubatch, plan = self._planned(token, seq)
             failed = self._failed(ubatch, outs[-1].reshape(1, -1))
             self.memory.apply(ubatch, plan, failed)
             _refuse(failed)
+        self.one_token.keep(token, seq)
         return outs
 
     def _planned(self, token: int, seq: int) -> tuple[UBatch, Plan]:

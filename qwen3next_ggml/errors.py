@@ -50,7 +50,7 @@ class OptionError(QGraphError, ValueError):
     """An argument has a value that means nothing."""
 
 
-def check_whole(name: str, value: object, low: int) -> None:
+def check_count(name: str, value: object, low: int) -> None:
     """Raise OptionError unless an argument is a whole number from `low` on."""
     if not isinstance(value, Integral):
         raise OptionError(f"{name} is {value!r}, expected a whole number")

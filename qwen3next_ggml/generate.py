@@ -88,9 +88,10 @@ def stream_generate(
 def make_sampler(model, params: SamplerParams | None = None, *, ignore_eos: bool = False, **sampling) -> Sampler:
     """Return the sampler that `stream_generate` makes of these arguments."""
     known = [option.name for option in fields(SamplerParams)]
-    for name in sampling.keys() - set(known):
-        close = get_close_matches(name, known, n=3, cutoff=0.4)
-        raise OptionError(f"no sampling option is called {name}{'; close to it are ' if close else ''}{', '.join(close)}")
+    unknown = [name for name in sampling if name not in known]
+    if unknown:
+        close = get_close_matches(unknown[0], known, n=3, cutoff=0.4)
+        raise OptionError(f"no sampling option is called {unknown[0]}{'; close to it are ' if close else ''}{', '.join(close)}")
     params = replace(params or SamplerParams(), **sampling)
     if ignore_eos:
         params = replace(params, logit_bias={**params.logit_bias, **dict.fromkeys(model.tokenizer.eog, -np.inf)})

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from . import ggml as ggml_layer
 from . import models
-from .errors import OptionError, StateError, check_whole
+from .errors import OptionError, StateError, check_count
 from .gguf_file import GgufFile, fingerprint
 from .hparams import Metadata
 from .machine import available_cpus
@@ -45,7 +45,8 @@ def load(
     are then numbered anew, a repeated one has a state of its own, and there is no NextN block.
     Raises GgufError, UnsupportedModelError, TensorError, BackendError, OptionError.
     """
-    check_whole("n_threads", 1 if n_threads is None else n_threads, 1)
+    if n_threads is not None:
+        check_count("n_threads", n_threads, 1)
     ggml_layer.provider(ggml)
     names = [device] if isinstance(device, str) else list(device)
     if not names:

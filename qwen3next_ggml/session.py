@@ -13,7 +13,7 @@ from . import ggml
 from .batch import best_ubatch, check_tokens
 from .decoder import Captured, Decoder
 from .drafter import Drafter, check_head
-from .errors import OptionError, StateError, check_whole
+from .errors import OptionError, StateError, check_count
 from .graph.inputs import Sizes
 from .graph.key import GraphKey
 from .graph.options import GraphOptions
@@ -49,9 +49,10 @@ class Session:
         # what was asked for, not what it came to: elsewhere "auto" may come to something else
         self.settings = {name: x for name, x in locals().items() if name not in ("self", "model", "n_threads")}
         for name, low in (("n_ctx", 0), ("n_seq_max", 1), ("n_rollback", 0), ("checkpoint_every", 0), ("checkpoint_mib", 0)):
-            check_whole(name, self.settings[name], low)
-        check_whole("n_ubatch", 1 if n_ubatch is None else n_ubatch, 1)
-        check_whole("n_threads", 1 if n_threads is None else n_threads, 1)
+            check_count(name, self.settings[name], low)
+        for name, size in (("n_ubatch", n_ubatch), ("n_threads", n_threads)):
+            if size is not None:
+                check_count(name, size, 1)
         if mtp:
             check_head(model)
         self.model = model
@@ -88,7 +89,7 @@ class Session:
         self.one_token = OneToken(self.graphs, self.memory, self.history, self.probes)
         self._decoder = Decoder(
             hp, self.options, self.graphs, self.memory, self.history, self.probes, self.one_token, self.checkpoints, self.drafter,
-            n_ubatch=self.n_ubatch, every=checkpoint_every,
+            n_ubatch=self.n_ubatch, max_seq_tokens=n_tokens, every=checkpoint_every,
         )  # fmt: skip
 
     # decoding

@@ -140,11 +140,11 @@ class HybridMemory:
         touched must be cleared before it goes on.
         """
         n = ubatch.n_seq_tokens
-        bad = np.isin(ubatch.seqs, list(failed)).repeat(n) if failed else np.zeros(ubatch.n_tokens, bool)
         whole = [seq for seq in ubatch.seqs if seq not in failed]
         if self.kv.specs:
-            self.kv.apply(whole, ubatch.pos[~bad], plan.cells[~bad])
-            self.kv.erase(plan.cells[bad])
+            done = np.repeat([seq not in failed for seq in ubatch.seqs], n)
+            self.kv.apply(whole, ubatch.pos[done], plan.cells[done])
+            self.kv.erase(plan.cells[~done])
         for seq in whole:
             self.n_past[seq] += n
             self.recurrent.applied(seq, self.n_past[seq])

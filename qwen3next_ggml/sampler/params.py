@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 
 from ..errors import OptionError
@@ -16,8 +16,7 @@ RANDOM_SEEDS = (None, -1, 0xFFFFFFFF)
 _RANGES = {"temp": (0, math.inf), "top_p": (0, 1), "min_p": (0, 1), "typ_p": (0, 1), "xtc_probability": (0, 1),
            "xtc_threshold": (0, 1), "penalty_last_n": (0, math.inf), "min_keep": (0, math.inf)}
 _WHOLE = ("seed", "top_k", "min_keep", "penalty_last_n")
-_NUMBERS = (*_WHOLE, "temp", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "penalty_repeat",
-            "penalty_freq", "penalty_present")
+_NO_NUMBERS = ("logit_bias", "samplers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +46,9 @@ class SamplerParams:
     samplers: str = DEFAULT_SAMPLERS
 
     def __post_init__(self):
-        for name in _NUMBERS:
-            self._check_number(name)
+        for option in fields(self):
+            if option.name not in _NO_NUMBERS:
+                self._check_number(option.name)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not (low <= value <= high and math.isfinite(value)):
