@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from . import ggml
@@ -20,15 +21,16 @@ MAX_GRAPHS = 16
 class GraphCache:
     """Own the compute buffer and the built graphs of one session.
 
-    `n_builds` counts the graphs built for decoding. The buffer is sized at the start for `worst`; should it still
-    have to grow, every graph placed in it is built again. `before_use` is called before what the last graph left in the
-    buffer may go; `n_changes` counts the graphs added and dropped. `builder` makes what graphs are emitted with.
+    `n_builds` counts the graphs built for decoding, `n_changes` those added and dropped. The buffer is sized at the start for
+    `worst`; should it still have to grow, every graph placed in it is built again. Most nodes has a graph of one token of each of
+    `n_seq_max` sequences. `before_use` is called before graphs come or go, for what the last run left in the buffer may go with
+    them; before a run that is the caller's care. `builder` makes what graphs are emitted with.
     """
 
     builder: Callable[..., GraphBuilder] = GraphBuilder
 
     def __init__(
-        self, model, state: GraphState, options: GraphOptions, worst: Sizes, *, n_threads: int,
+        self, model, state: GraphState, options: GraphOptions, worst: Sizes, *, n_seq_max: int, n_threads: int,
         state_devices: Sequence[ggml.Device] | None = None,
     ):  # fmt: skip
         self.model = model
@@ -38,9 +40,9 @@ class GraphCache:
         self.n_changes = 0
         self.before_use: Callable[[], None] = _nothing
         self._graphs: OrderedDict[GraphKey, Built] = OrderedDict()
-        key = GraphKey(worst, options)
+        key, most_nodes = GraphKey(worst, options), GraphKey(replace(worst, n_seq_tokens=1, n_seqs=n_seq_max), options)
         elsewhere = (device for device in dict.fromkeys(self.state_devices) if device not in model.devices)
-        self.executor = executor([*model.devices, *elsewhere], n_threads, 2 * self._budget(key))
+        self.executor = executor([*model.devices, *elsewhere], n_threads, 2 * max(self._budget(key), self._budget(most_nodes)))
         built = self.build(key)
         self.executor.reserve(built)
         built.close()

@@ -81,8 +81,8 @@ class Session:
         self.last_reuse = ""
         keep = self.memory.recurrent.keep(n_tokens, marks)
         worst = Sizes(n_tokens, 1, 1, self.n_ctx, None, keep, hidden=mtp)
-        self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_threads=n_threads or model.n_threads,
-                                 state_devices=state_devices)  # fmt: skip
+        self.graphs = GraphCache(model, self.memory.state, self.options, worst, n_seq_max=n_seq_max,
+                                 n_threads=n_threads or model.n_threads, state_devices=state_devices)  # fmt: skip
         self.graphs.before_use = self.history.settle
         self.probes = Probes(self.graphs, GraphKey(Sizes(1, 1, 1, N_PAD, None if n_rollback else 0, hidden=mtp), self.options))
         self.drafter = Drafter(model, self.graphs, self.memory, self.history, self.options) if mtp else None

@@ -10,13 +10,13 @@ from qwen3next_ggml.executor import Built
 from qwen3next_ggml.history import History
 from qwen3next_ggml.memory.kv_cache import KvCache
 from qwen3next_ggml.memory.recurrent import RecurrentMemory
-from tests.kit import apart, digest, halves, max_abs, same
+from tests.kit import apart, digest, halves, max_abs, run_python, same
 
 TOLERANCE = 1e-5
 STEPS = 64
-N_TEXTS, LONGEST = 8, 20 + STEPS
+N_TEXTS, LONGEST = 16, 20 + STEPS
 TEXTS = np.random.default_rng(41).integers(0, 97, (N_TEXTS, LONGEST)).tolist()
-START = [20, 1, 7, 13, 2, 19, 5, 11]
+START = [20, 1, 7, 13, 2, 19, 5, 11, 3, 17, 1, 8, 14, 6, 20, 9]
 # F32 all the way: the plain graph hands an F32 cache to flash attention through F16
 PATHS = [("lean", True), ("lean", False), ("plain", False)]
 
@@ -28,7 +28,7 @@ def model(toys):
 
 
 def options(graph="lean", flash_attn=False, **more):
-    return dict(n_ctx=1024, type_k="f32", type_v="f32", n_ubatch=64, graph=graph, flash_attn=flash_attn) | more
+    return dict(n_ctx=1536, type_k="f32", type_v="f32", n_ubatch=64, graph=graph, flash_attn=flash_attn) | more
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def solo(model):
 
 
 @pytest.mark.parametrize("graph, flash_attn", PATHS)
-@pytest.mark.parametrize("n_seqs", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n_seqs", [1, 2, 3, 4, 8, 16])
 def test_each_as_if_alone(model, solo, n_seqs, graph, flash_attn):
     """Unequal lengths from the start; every third step one of them goes on alone, so no two stay side by side."""
     with model.session(**options(graph, flash_attn, n_seq_max=n_seqs)) as s:
@@ -62,6 +62,37 @@ def test_each_as_if_alone(model, solo, n_seqs, graph, flash_attn):
         assert worst < (TOLERANCE if ggml.provider().name == "ggml_python" else 2 * TOLERANCE)
         cells = {seq: s.n_past(seq) for seq in range(n_seqs)}
         assert s.memory.kv.n_used == sum(cells.values())
+
+
+MANY = """
+import sys
+import qwen3next_ggml
+devices = sys.argv[2].split(",")
+with qwen3next_ggml.load(sys.argv[1], device=devices, n_threads=1) as model, model.session(n_ctx=1024, n_seq_max=300) as s:
+    out = [s.decode_batch({seq: [token] for seq in range(300)}) for token in (1, 2)]
+    assert all((out[1][seq] == out[1][0]).all() for seq in range(300)) and s.n_past(299) == 2
+"""
+
+
+@pytest.mark.parametrize("devices", ["CPU", "CPU,CPU"])
+def test_a_step_of_hundreds_of_sequences(toys, devices):
+    """A lean graph has nodes of its own for each; ggml ends the interpreter where a scheduler was made for fewer."""
+    done = run_python(MANY, toys.t0, devices)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("graph, flash_attn", PATHS)
+def test_it_does_not_matter_which_slots_are_busy(model, solo, graph, flash_attn):
+    """Two of three sequences go on, whichever they are: to the same logits, in about as many nodes."""
+    nodes = {}
+    for pair in ((0, 1), (1, 2), (0, 2)):
+        with model.session(**options(graph, flash_attn, n_seq_max=3)) as s:
+            s.decode_batch({seq: TEXTS[0][:20] for seq in range(3)})
+            for step in range(20, 30):
+                for row in s.decode_batch({seq: [TEXTS[0][step]] for seq in pair}).values():
+                    assert max_abs(row[0], solo((graph, flash_attn), 0)[step]) < 2 * TOLERANCE
+            nodes[pair] = next(reversed(s.graphs._graphs.values())).graph.n_nodes
+    assert max(nodes.values()) <= 1.25 * min(nodes.values())
 
 
 @pytest.mark.parametrize("graph, flash_attn", PATHS)

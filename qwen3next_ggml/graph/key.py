@@ -28,7 +28,8 @@ class GraphKey:
 
 def node_budget(key: GraphKey, n_layer: int, n_expert_used: int) -> int:
     """Return an upper bound on the tensors of a graph; the tests count real graphs against it."""
-    per_layer = 128 + 3 * n_expert_used + 32 * len(key.sizes.keep)
+    # one token of each of several sequences makes nodes of its own for each, to run the delta rule where the states lie
+    per_layer = 128 + 3 * n_expert_used + 32 * len(key.sizes.keep) + 8 * (key.sizes.n_seqs if key.sizes.n_seq_tokens == 1 else 0)
     if key.options.delta_net != "fused":
         per_layer += 64 * (1 + len(key.sizes.keep)) + 20 * -(-key.sizes.n_seq_tokens // CHUNK_PER_CHANNEL)
     return (64 + n_layer * per_layer) * (4 if key.captures else 1) + (PATCH_NODES if key.patches else 0)
